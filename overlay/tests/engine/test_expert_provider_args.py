@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The expert provider flags: defaults, values, and flags without effect."""
+
+import pytest
+from tests.kernels.moe.expert_provider_utils import engine_config, write_model
+
+from vllm.config.expert_provider import ExpertProviderConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+FLAGS = ("expert_provider", "expert_map", "expert_layout", "expert_cold_dir")
+
+
+@pytest.fixture
+def parser():
+    return EngineArgs.add_cli_args(FlexibleArgumentParser())
+
+
+def test_defaults_are_stock(parser):
+    args = EngineArgs.from_cli_args(parser.parse_args([]))
+    assert {name: getattr(args, name) for name in FLAGS} == {
+        "expert_provider": "resident",
+        "expert_map": None,
+        "expert_layout": "auto",
+        "expert_cold_dir": None,
+    }
+
+
+def test_flags_reach_the_arguments(parser):
+    argv = ["--expert-provider", "pinned_hot", "--expert-map", "/m.json"]
+    argv += ["--expert-layout", "range", "--expert-cold-dir", "/cold"]
+    args = EngineArgs.from_cli_args(parser.parse_args(argv))
+    assert [getattr(args, name) for name in FLAGS] == argv[1::2]
+
+
+def test_layout_is_a_closed_list(parser, capsys):
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--expert-layout", "rows"])
+    assert "range" in capsys.readouterr().err
+
+
+def test_default_engine_config_has_the_default_provider(tmp_path):
+    config = engine_config(write_model(tmp_path / "model"))
+    assert config.offload_config.experts == ExpertProviderConfig()
+
+
+@pytest.mark.parametrize(
+    "option,value",
+    [
+        ("expert_map", "/m.json"),
+        ("expert_layout", "range"),
+        ("expert_cold_dir", "/cold"),
+    ],
+)
+def test_option_without_effect_is_an_error(tmp_path, option, value):
+    flag = "--" + option.replace("_", "-")
+    with pytest.raises(ValueError, match=f"{flag} has no effect") as error:
+        engine_config(write_model(tmp_path / "model"), **{option: value})
+    assert "--expert-provider pinned_hot" in str(error.value)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Expert maps of the tiny model, and a look at the kernel's page tables."""
+
+import ctypes
+import mmap
+from pathlib import Path
+
+import torch
+from tests.kernels.moe.expert_provider_utils import (
+    HIDDEN,
+    INTERMEDIATE,
+    LAYER_NAMES,
+    NUM_EXPERTS,
+    TOP_K,
+)
+
+from vllm.model_executor.layers.fused_moe.pinned_hot.map_file import (
+    ExpertMap,
+    Fingerprint,
+    expert_map_from_counts,
+)
+
+FINGERPRINT = Fingerprint(
+    architecture="Qwen3MoeForCausalLM",
+    num_experts=NUM_EXPERTS,
+    top_k=TOP_K,
+    hidden_size=HIDDEN,
+    moe_intermediate_size=INTERMEDIATE,
+    num_moe_layers=len(LAYER_NAMES),
+    quantization=None,
+)
+# Distinct counts and a hot set that is no prefix of the expert ids.
+COUNTS = [3, 90, 0, 41, 7, 120, 0, 55]
+
+
+def make_map(hot: int = 3, **changes: object) -> ExpertMap:
+    """Make a valid map of the tiny model, then change top-level fields."""
+    counts = {name: COUNTS for name in LAYER_NAMES}
+    made = expert_map_from_counts(counts, hot, FINGERPRINT, [])
+    return made.model_copy(update=changes)
+
+
+def write_map(path: Path, hot: int = 3, **changes: object) -> Path:
+    path.write_text(make_map(hot, **changes).to_json())
+    return path
+
+
+def pages_in_memory(tensor: torch.Tensor) -> list[bool]:
+    """Ask the kernel which pages of a tensor's range are in memory (mincore)."""
+    page = mmap.PAGESIZE
+    start = tensor.data_ptr() // page * page
+    end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
+    count = -(-(end - start) // page)
+    vector = (ctypes.c_ubyte * count)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    status = libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(end - start), vector)
+    assert status == 0, ctypes.get_errno()
+    return [bool(byte & 1) for byte in vector]

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Providers decide which memory holds the expert weights of a MoE layer.
+
+A provider is chosen once per engine (`--expert-provider`) and instantiated once
+per layer. Its life follows the load of the model:
+
+1. `validate` — before the model is built: is the configuration usable at all?
+2. `stage` — the layer's parameters exist and are empty: where shall loading
+   fill them?
+3. `bind` — the whole model is built and no weight is loaded: which layers does
+   the provider serve?
+4. `attach` — this layer's weights are loaded and post-processed: re-home them.
+
+What an attached layer reads stays at its address until the layer is freed:
+captured graphs hold the pointers. A weight reload therefore copies into the
+attached tensors.
+
+Unlike `vllm.model_executor.offloader`, which moves whole parameters of whole
+decoder layers by position, a provider works on rows: it knows which dimension
+counts experts and may place each row on its own.
+"""
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from vllm.config import ModelConfig, VllmConfig, get_current_vllm_config_or_none
+from vllm.config.expert_provider import ExpertProviderConfig
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+
+@dataclass(frozen=True)
+class ExpertResidency:
+    """What one layer keeps where, after `attach`.
+
+    Attributes:
+        hot_rows: Experts every byte of which lies in fast memory.
+        cold_rows: The other experts.
+        hot_bytes: Bytes of expert tensors in fast memory, whole pages.
+        cold_bytes: Bytes of expert tensors elsewhere, whole pages.
+        expected_cold_share: Share of the profiled selections that pick a cold
+            row, 0 to 1; None when no profile is known.
+
+    """
+
+    hot_rows: int
+    cold_rows: int
+    hot_bytes: int
+    cold_bytes: int
+    expected_cold_share: float | None = None
+
+
+class ExpertWeightProvider(ABC):
+    """Owner of one MoE layer's expert weights.
+
+    A reason returned by `check` is an error at start-up, never a silent
+    fall-back to another provider.
+    """
+
+    name: ClassVar[str]
+    """Value of `--expert-provider` that selects the class."""
+
+    def __init__(self, config: ExpertProviderConfig, layer_name: str):
+        self.config = config
+        self.layer_name = layer_name
+
+    @classmethod
+    def validate(cls, vllm_config: VllmConfig) -> None:  # noqa: B027
+        """Refuse a configuration before anything is built.
+
+        Raises:
+            ValueError: The provider cannot serve this engine, or a flag of the
+                group cannot take effect with it.
+
+        """
+
+    def stage(self, layer: "RoutedExperts") -> None:  # noqa: B027
+        """Move the layer's new, empty parameters to where loading fills them.
+
+        The whole model is staged at once, so a provider whose model does not
+        fit in memory gives the parameters storage that can leave it again.
+        """
+
+    @classmethod
+    def bind(
+        cls,
+        layers: "dict[str, RoutedExperts]",
+        vllm_config: VllmConfig,
+        model_config: ModelConfig,
+    ) -> None:
+        """Settle which layers the provider serves, before any weight is loaded.
+
+        The default checks every layer. A layer that is to stay as it is gets a
+        `ResidentProvider`.
+
+        Args:
+            layers: The MoE layers of one model by layer name.
+            vllm_config: The engine's configuration.
+            model_config: The model they belong to; its `runner_type` is "draft"
+                for the model of a speculative decoder.
+
+        Raises:
+            ValueError: A layer cannot be served.
+
+        """
+        for layer_name, layer in layers.items():
+            if reason := layer.expert_provider.check(layer):
+                raise ValueError(
+                    f"--expert-provider {cls.name} cannot serve layer "
+                    f"{layer_name}: {reason}"
+                )
+
+    @abstractmethod
+    def check(self, layer: "RoutedExperts") -> str | None:
+        """Why this provider cannot serve the layer, or None if it can."""
+
+    @abstractmethod
+    def attach(self, layer: "RoutedExperts") -> None:
+        """Take over the layer's post-processed expert tensors.
+
+        Called again when the layer's weights were processed again; must then
+        leave tensors that it already owns where they are.
+        """
+
+    @abstractmethod
+    def residency(self) -> ExpertResidency | None:
+        """Where the rows of the layer lie; None before `attach` and for layers
+        that are left as they were loaded."""
+
+
+class ResidentProvider(ExpertWeightProvider):
+    """Leave the expert weights where the loader put them."""
+
+    name = "resident"
+
+    @classmethod
+    def validate(cls, vllm_config: VllmConfig) -> None:
+        """Refuse the group's other flags, which have no effect here."""
+        if given := vllm_config.offload_config.experts.given_options():
+            raise ValueError(
+                f"{', '.join(given)} has no effect with --expert-provider "
+                f"{cls.name}: add --expert-provider pinned_hot or drop the flag."
+            )
+
+    def check(self, layer: "RoutedExperts") -> str | None:
+        return None
+
+    def attach(self, layer: "RoutedExperts") -> None:
+        return None
+
+    def residency(self) -> ExpertResidency | None:
+        return None
+
+
+_REGISTRY: dict[str, str | type[ExpertWeightProvider]] = {
+    ResidentProvider.name: ResidentProvider
+}
+
+
+def register_expert_provider(
+    name: str, provider: str | type[ExpertWeightProvider]
+) -> None:
+    """Make a provider selectable with `--expert-provider NAME`.
+
+    Out-of-tree providers call this from a `vllm.general_plugins` entry point,
+    which runs in every process of the engine.
+
+    Args:
+        name: Value of the flag.
+        provider: The class, or "module:Class" to import it on first use.
+
+    Raises:
+        ValueError: The name is taken by another provider.
+
+    """
+    if _REGISTRY.setdefault(name, provider) != provider:
+        raise ValueError(
+            f"expert provider {name!r} is registered already as {_REGISTRY[name]}: "
+            "choose another name."
+        )
+
+
+def expert_provider_class(name: str) -> type[ExpertWeightProvider]:
+    """Look a provider up by its `--expert-provider` name.
+
+    Raises:
+        ValueError: No such provider; names the known ones.
+
+    """
+    provider = _REGISTRY.get(name)
+    if provider is None:
+        raise ValueError(
+            f"--expert-provider {name!r} is unknown; available: "
+            f"{', '.join(sorted(_REGISTRY))}."
+        )
+    if isinstance(provider, str):
+        module_name, _, class_name = provider.partition(":")
+        provider = getattr(importlib.import_module(module_name), class_name)
+    return provider
+
+
+def create_expert_provider(layer_name: str) -> ExpertWeightProvider:
+    """Make the provider of a layer that is being built.
+
+    Args:
+        layer_name: Name of the layer within the model.
+
+    Returns:
+        An instance of the configured provider; a `ResidentProvider` for a layer
+        built outside any engine configuration.
+
+    """
+    vllm_config = get_current_vllm_config_or_none()
+    config = (
+        ExpertProviderConfig()
+        if vllm_config is None
+        else vllm_config.offload_config.experts
+    )
+    return expert_provider_class(config.expert_provider)(config, layer_name)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Write a size for people: GiB with two digits, below one GiB in MiB."""
+    unit, name = (1 << 30, "GiB") if num_bytes >= 1 << 30 else (1 << 20, "MiB")
+    return f"{num_bytes / unit:.2f} {name}"
+
+
+def describe_residency(residencies: Iterable[ExpertResidency]) -> str:
+    """Sum up the residency of layers in one sentence."""
+    layers = list(residencies)
+    shares = [
+        layer.expected_cold_share
+        for layer in layers
+        if layer.expected_cold_share is not None
+    ]
+    expected = (
+        f"; {sum(shares) / len(shares):.2%} of the profiled selections are cold"
+        if shares
+        else ""
+    )
+    return (
+        f"{len(layers)} layers, {sum(x.hot_rows for x in layers)} rows hot "
+        f"({format_bytes(sum(x.hot_bytes for x in layers))}), "
+        f"{sum(x.cold_rows for x in layers)} rows cold "
+        f"({format_bytes(sum(x.cold_bytes for x in layers))}){expected}"
+    )

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Keep the experts that traffic uses in fast memory, all others next to it.
+
+Layout `range`: an expert tensor stays one tensor with the shape, strides and
+expert order the kernels know. Only the memory behind its pages is chosen, from
+the expert map. No kernel, router or id changes, so neither do the results.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm.config import ModelConfig, VllmConfig
+from vllm.config.expert_provider import ExpertProviderConfig
+from vllm.model_executor.layers.fused_moe.expert_weight_provider import (
+    ExpertResidency,
+    ExpertWeightProvider,
+    ResidentProvider,
+)
+from vllm.model_executor.layers.fused_moe.pinned_hot.backing import (
+    PlannedBytes,
+    RangeBacking,
+)
+from vllm.model_executor.layers.fused_moe.pinned_hot.file_backing import file_backing
+from vllm.model_executor.layers.fused_moe.pinned_hot.map_file import (
+    ExpertMap,
+    ExpertMapError,
+    Fingerprint,
+    LayerMap,
+    load_expert_map,
+)
+from vllm.model_executor.layers.fused_moe.pinned_hot.placement import (
+    PageMask,
+    RowTensor,
+    hot_bytes_per_row,
+    place_pages,
+    row_heat,
+)
+from vllm.model_executor.layers.fused_moe.pinned_hot.tensors import (
+    expert_tensor_names,
+    row_tensor,
+    why_not_rows,
+)
+from vllm.platforms import current_platform
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+# Loaders that fill a model's parameters in place; the others bring their own
+# storage, which would be re-homed only after the whole model is in memory.
+_LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "mistral", "dummy")
+
+
+# An engine validates once and then asks for every layer; the cache also makes all
+# layers agree on one reading of the file.
+@functools.cache
+def _read_map(path: str) -> ExpertMap:
+    return load_expert_map(path)
+
+
+def model_fingerprint(model_config: ModelConfig, num_moe_layers: int) -> Fingerprint:
+    """Describe a model as an expert map does.
+
+    Args:
+        model_config: The target model.
+        num_moe_layers: Its MoE layers.
+
+    """
+    text_config = model_config.hf_text_config
+    intermediate = getattr(text_config, "moe_intermediate_size", None)
+    return Fingerprint(
+        architecture=model_config.architectures[0],
+        num_experts=model_config.get_num_experts(),
+        top_k=model_config.get_num_experts_per_tok(),
+        hidden_size=model_config.get_hidden_size(),
+        moe_intermediate_size=intermediate
+        or getattr(text_config, "intermediate_size", None),
+        num_moe_layers=num_moe_layers,
+        quantization=model_config.quantization,
+    )
+
+
+def _loads_draft_model(vllm_config: VllmConfig) -> bool:
+    speculative = vllm_config.speculative_config
+    return speculative is not None and (
+        speculative.use_eagle() or speculative.method == "draft_model"
+    )
+
+
+def _why_not_engine(vllm_config: VllmConfig) -> str | None:
+    """Why no layer of this engine can be served, with the cure, or None."""
+    model_config = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    offload = vllm_config.offload_config
+    if model_config is None or not model_config.is_moe:
+        return "the model has no MoE layers. Drop the flag."
+    if not current_platform.is_cpu():
+        return (
+            f"platform {current_platform.device_type!r} has no page backing yet; "
+            "layout 'range' runs on the CPU backend. Drop the flag."
+        )
+    if offload.experts.expert_layout == "split":
+        return "--expert-layout split is not there yet. Use range or auto."
+    if vllm_config.lora_config is not None:
+        return "LoRA on experts has not been shown to be exact. Drop --enable-lora."
+    if parallel.enable_expert_parallel or parallel.enable_eplb:
+        return (
+            "expert parallelism has not been shown to be exact. Drop "
+            "--enable-expert-parallel and --enable-eplb; tensor parallelism works."
+        )
+    if parallel.pipeline_parallel_size > 1:
+        return (
+            "an expert map covers the whole model and a pipeline stage holds a "
+            "part. Use --tensor-parallel-size instead."
+        )
+    if parallel.data_parallel_size > 1:
+        return "data parallelism has not been shown to be exact. Drop the flag."
+    if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
+        return (
+            "another offloader would move the same weights. Drop "
+            "--cpu-offload-gb and --offload-group-size."
+        )
+    load_format = vllm_config.load_config.load_format
+    if load_format not in _LOAD_FORMATS:
+        return (
+            f"--load-format {load_format} does not fill parameters in place. Use one "
+            f"of {', '.join(_LOAD_FORMATS)}."
+        )
+    return None
+
+
+class PinnedHotProvider(ExpertWeightProvider):
+    """Places the rows of a layer's expert tensors by the expert map."""
+
+    name = "pinned_hot"
+
+    def __init__(self, config: ExpertProviderConfig, layer_name: str):
+        super().__init__(config, layer_name)
+        assert config.expert_map is not None
+        self._map = _read_map(config.expert_map)
+        self._entry: LayerMap | None = None
+        self._homes: dict[str, int] = {}
+        self._residency: ExpertResidency | None = None
+
+    @property
+    def _backing(self) -> RangeBacking:
+        return file_backing(self.config.expert_cold_dir)
+
+    @classmethod
+    def validate(cls, vllm_config: VllmConfig) -> None:
+        """Refuse engines that cannot be served and maps of other models."""
+        config = vllm_config.offload_config.experts
+        if reason := _why_not_engine(vllm_config):
+            raise ValueError(f"--expert-provider {cls.name}: {reason}")
+        if config.expert_map is None:
+            raise ValueError(
+                f"--expert-provider {cls.name} needs --expert-map PATH: a map says "
+                "which experts are hot."
+            )
+        expert_map = _read_map(config.expert_map)
+        # How many MoE layers there are is known once the model is built; `bind`
+        # compares that.
+        num_moe_layers = expert_map.fingerprint.num_moe_layers
+        model = model_fingerprint(vllm_config.model_config, num_moe_layers)
+        expert_map.check_model(model, config.expert_map)
+        if expert_map.draft_layers and not _loads_draft_model(vllm_config):
+            raise ExpertMapError(
+                config.expert_map,
+                "draft_layers",
+                f"{sorted(expert_map.draft_layers)} are named and no draft model is "
+                "loaded",
+                "Add the --speculative-config the map was made with, or drop the "
+                "entries.",
+            )
+        file_backing(config.expert_cold_dir).validate()
+
+    def stage(self, layer: "RoutedExperts") -> None:
+        names = expert_tensor_names(layer)
+        if names is None or not self._map.names(self.layer_name):
+            return  # `bind` refuses the layer or leaves it resident
+        for name in names.rows:
+            parameter = getattr(layer, name)
+            label = f"{self.layer_name}.{name}"
+            parameter.data = self._backing.stage(parameter.data, label)
+
+    @classmethod
+    def bind(
+        cls,
+        layers: "dict[str, RoutedExperts]",
+        vllm_config: VllmConfig,
+        model_config: ModelConfig,
+    ) -> None:
+        """Match the map's layers with the model's and check every budget.
+
+        The layers of a draft model stay resident unless the map has a
+        `draft_layers` section.
+        """
+        path = vllm_config.offload_config.experts.expert_map
+        assert path is not None
+        expert_map = _read_map(path)
+        is_draft = model_config.runner_type == "draft"
+        if is_draft and not expert_map.draft_layers:
+            for layer in layers.values():
+                _leave_resident(layer)
+            return
+        expert_map.check_layers(
+            {name: x.moe_config.num_logical_experts for name, x in layers.items()},
+            path,
+            draft=is_draft,
+        )
+        if not is_draft:
+            model = model_fingerprint(model_config, len(layers))
+            expert_map.check_model(model, path)
+        super().bind(layers, vllm_config, model_config)
+        entries = expert_map.draft_layers if is_draft else expert_map.layers
+        for name, layer in layers.items():
+            assert isinstance(layer.expert_provider, cls)
+            layer.expert_provider._entry = entries[name]
+        planned = _plan_bytes(layers, entries)
+        backing = file_backing(vllm_config.offload_config.experts.expert_cold_dir)
+        backing.check(planned, vllm_config.parallel_config.world_size)
+
+    def check(self, layer: "RoutedExperts") -> str | None:
+        return why_not_rows(layer)
+
+    def attach(self, layer: "RoutedExperts") -> None:
+        names = expert_tensor_names(layer)
+        assert names is not None and self._entry is not None
+        parameters = {name: getattr(layer, name) for name in names.rows}
+        if self._homes == {name: p.data_ptr() for name, p in parameters.items()}:
+            return
+        if reason := why_not_rows(layer):
+            raise ValueError(f"{self.layer_name}: after post-processing, {reason}")
+        entry, backing = self._entry, self._backing
+        tensors = [row_tensor(parameter) for parameter in parameters.values()]
+        heat = row_heat(entry.ranking, entry.share)
+        budget = entry.hot * sum(tensor.row_bytes for tensor in tensors)
+        masks = place_pages(tensors, [heat] * len(tensors), budget, backing.page_bytes)
+        ranges = [
+            backing.build(parameter.data, mask, f"{self.layer_name}.{name}")
+            for (name, parameter), mask in zip(parameters.items(), masks)
+        ]
+        # The quantization config may hold the same Parameter objects, so the
+        # objects stay and their storage changes.
+        for parameter, home in zip(parameters.values(), ranges):
+            parameter.data = home
+        self._homes = {name: p.data_ptr() for name, p in parameters.items()}
+        self._residency = _residency(entry, tensors, masks, backing.page_bytes)
+
+    def residency(self) -> ExpertResidency | None:
+        return self._residency
+
+
+def _residency(
+    entry: LayerMap,
+    tensors: Sequence[RowTensor],
+    masks: Sequence[PageMask],
+    page_bytes: int,
+) -> ExpertResidency:
+    cold_rows = {
+        row
+        for tensor, mask in zip(tensors, masks)
+        for row, hot in enumerate(hot_bytes_per_row(tensor, mask, page_bytes))
+        if hot < tensor.row_bytes
+    }
+    hot_pages = sum(int(mask.sum()) for mask in masks)
+    pages = sum(len(mask) for mask in masks)
+    return ExpertResidency(
+        hot_rows=len(entry.ranking) - len(cold_rows),
+        cold_rows=len(cold_rows),
+        hot_bytes=hot_pages * page_bytes,
+        cold_bytes=(pages - hot_pages) * page_bytes,
+        expected_cold_share=sum(
+            share
+            for expert, share in zip(entry.ranking, entry.share)
+            if expert in cold_rows
+        ),
+    )
+
+
+def _leave_resident(layer: "RoutedExperts") -> None:
+    """Undo `stage` for a layer that turns out not to be served."""
+    names = expert_tensor_names(layer)
+    for name in names.rows if names else ():
+        parameter = getattr(layer, name)
+        parameter.data = torch.empty_like(parameter.data)
+    provider = layer.expert_provider
+    layer.expert_provider = ResidentProvider(provider.config, provider.layer_name)
+
+
+def _plan_bytes(
+    layers: "dict[str, RoutedExperts]", entries: Mapping[str, LayerMap]
+) -> PlannedBytes:
+    hot = largest = 0
+    for name, layer in layers.items():
+        names = expert_tensor_names(layer)
+        assert names is not None
+        tensors = [row_tensor(getattr(layer, tensor)) for tensor in names.rows]
+        largest = max(largest, sum(tensor.num_bytes for tensor in tensors))
+        hot += entries[name].hot * sum(tensor.row_bytes for tensor in tensors)
+    return PlannedBytes(hot=hot, largest_layer=largest)

@@ -3,6 +3,7 @@
 """Properties of the page placement, against brute force on small geometries."""
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -66,7 +67,7 @@ def test_placement_keeps_the_budget_and_the_hottest_pages(
     else:
         assert budget <= hot * PAGE < budget + PAGE or hot == sum(map(len, masks))
     kept, dropped = [], []
-    for tensor, heat, mask in zip(tensors, heats, masks):
+    for tensor, heat, mask in zip(tensors, heats, masks, strict=True):
         for page, value in enumerate(page_heat(tensor, heat, PAGE).tolist()):
             (kept if mask[page] else dropped).append(tuple(value))
     if kept and dropped:
@@ -116,7 +117,7 @@ def test_runs_tile_the_range_and_alternate(seed):
         assert run.start == len(rebuilt) * PAGE and run.num_bytes > 0
         rebuilt += [run.hot] * (run.num_bytes // PAGE)
     assert rebuilt == mask.tolist()
-    assert all(a.hot != b.hot for a, b in zip(runs, runs[1:]))
+    assert all(a.hot != b.hot for a, b in pairwise(runs))
 
 
 def test_nothing_to_place():

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.skipif(
 
 DTYPES = (torch.float32, torch.bfloat16)
 TOKENS = (1, 2, 17, 128)
-HOT = (0, 1, 3, NUM_EXPERTS - 1, NUM_EXPERTS)
+HOT = (0, 1, 3, 4, NUM_EXPERTS - 1, NUM_EXPERTS)
 
 
 @pytest.fixture
@@ -93,10 +93,12 @@ def test_layer_is_bit_identical(tmp_path, hot, dtype, has_bias):
     config = pinned_config(tmp_path, hot, dtype=name)
     with single_rank(config, tmp_path):
         layers = load(config, dtype, has_bias=has_bias, activation=activation)
-        for layer, outputs, twin in zip(layers, expected, reference):
-            for m, output in zip(TOKENS, outputs):
+        for layer, outputs, twin in zip(layers, expected, reference, strict=True):
+            for m, output in zip(TOKENS, outputs, strict=True):
                 assert torch.equal(run(layer, m), output)
-            for parameter, original in zip(layer.parameters(), twin.parameters()):
+            for parameter, original in zip(
+                layer.parameters(), twin.parameters(), strict=True
+            ):
                 assert torch.equal(parameter, original)
                 assert parameter.stride() == original.stride()
             residency = layer.expert_provider.residency()
@@ -159,7 +161,7 @@ def test_reload_into_the_range(tmp_path):
     with single_rank(config, tmp_path):
         (layer, other) = load(config, torch.float32)
         before = [p.data_ptr() for p in layer.parameters()]
-        for parameter, new in zip(layer.parameters(), other.parameters()):
+        for parameter, new in zip(layer.parameters(), other.parameters(), strict=True):
             parameter.data.copy_(new)
         attach_expert_weights(layer)
         assert [p.data_ptr() for p in layer.parameters()] == before

@@ -69,8 +69,8 @@ class ExpertWeightProvider(ABC):
         self.config = config
         self.layer_name = layer_name
 
-    @classmethod
-    def validate(cls, vllm_config: VllmConfig) -> None:  # noqa: B027
+    @classmethod  # noqa: B027
+    def validate(cls, vllm_config: VllmConfig) -> None:
         """Refuse a configuration before anything is built.
 
         Raises:

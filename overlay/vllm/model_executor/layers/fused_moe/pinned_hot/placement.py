@@ -12,6 +12,7 @@ Everything is integer arithmetic, so a placement is the same on every machine.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -148,7 +149,7 @@ def page_runs(hot: PageMask, page_bytes: int) -> Iterator[PageRun]:
         return
     edges = np.flatnonzero(np.diff(hot)) + 1
     bounds = [0, *edges.tolist(), len(hot)]
-    for first, last in zip(bounds, bounds[1:]):
+    for first, last in pairwise(bounds):
         yield PageRun(first * page_bytes, (last - first) * page_bytes, bool(hot[first]))
 
 

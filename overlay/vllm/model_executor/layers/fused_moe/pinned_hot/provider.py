@@ -241,11 +241,11 @@ class PinnedHotProvider(ExpertWeightProvider):
         masks = place_pages(tensors, [heat] * len(tensors), budget, backing.page_bytes)
         ranges = [
             backing.build(parameter.data, mask, f"{self.layer_name}.{name}")
-            for (name, parameter), mask in zip(parameters.items(), masks)
+            for (name, parameter), mask in zip(parameters.items(), masks, strict=True)
         ]
         # The quantization config may hold the same Parameter objects, so the
         # objects stay and their storage changes.
-        for parameter, home in zip(parameters.values(), ranges):
+        for parameter, home in zip(parameters.values(), ranges, strict=True):
             parameter.data = home
         self._homes = {name: p.data_ptr() for name, p in parameters.items()}
         self._residency = _residency(entry, tensors, masks, backing.page_bytes)
@@ -262,7 +262,7 @@ def _residency(
 ) -> ExpertResidency:
     cold_rows = {
         row
-        for tensor, mask in zip(tensors, masks)
+        for tensor, mask in zip(tensors, masks, strict=True)
         for row, hot in enumerate(hot_bytes_per_row(tensor, mask, page_bytes))
         if hot < tensor.row_bytes
     }
@@ -275,7 +275,7 @@ def _residency(
         cold_bytes=(pages - hot_pages) * page_bytes,
         expected_cold_share=sum(
             share
-            for expert, share in zip(entry.ranking, entry.share)
+            for expert, share in zip(entry.ranking, entry.share, strict=True)
             if expert in cold_rows
         ),
     )

@@ -1,0 +1,93 @@
+"""Run one real engine on the CPU and write down what it did.
+
+A script, not a test: each run needs its own process, its own vLLM on the path and
+its own compile cache. Reads a JSON job from standard input and writes a JSON result
+to the file named in it.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+os.environ.update(
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_ALLOW_INSECURE_SERIALIZATION="1",
+)
+
+
+def residency(model: Any) -> list[dict[str, int]]:
+    """What each provided layer keeps where."""
+    import dataclasses
+
+    found = []
+    for module in model.modules():
+        provider = getattr(module, "expert_provider", None)
+        if provider is not None and (there := provider.residency()) is not None:
+            found.append({"layer": provider.layer_name} | dataclasses.asdict(there))
+    return found
+
+
+def private_bytes() -> int:
+    """Private writable memory of the process, what RLIMIT_DATA limits."""
+    with open("/proc/self/status") as file:
+        line = next(line for line in file if line.startswith("VmData:"))
+    return int(line.split()[1]) * 1024
+
+
+def counters(model: Any) -> dict[str, Any]:
+    """Count the logical ids each router gives out from now on."""
+    import torch
+
+    counts = {}
+    for module in model.modules():
+        router = getattr(module, "router", None)
+        if hasattr(router, "set_capture_fn"):
+            layer = module.routed_experts
+            total = torch.zeros(layer.global_num_experts, dtype=torch.int64)
+
+            def count(ids: Any, total: Any = total) -> None:
+                real = ids.flatten()
+                total += torch.bincount(real[real >= 0], minlength=len(total))
+
+            router.set_capture_fn(count)
+            counts[layer.layer_name] = total
+    return counts
+
+
+def main() -> None:
+    job = json.load(sys.stdin)
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(model=job["model"], **job["engine"])
+    config = llm.llm_engine.vllm_config
+    result: dict[str, Any] = {
+        "key": config.compute_hash(),
+        "vllm": sys.modules["vllm"].__file__,
+        "dtype": str(config.model_config.dtype),
+    }
+    sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"])
+    counts: dict[str, Any] = {}
+    for step in job["steps"]:
+        if step == "generate":
+            outputs = llm.generate(job["prompts"], sampling, use_tqdm=False)
+            result.setdefault("tokens", []).append(
+                [list(output.outputs[0].token_ids) for output in outputs]
+            )
+        elif step == "count":
+            counts = llm.apply_model(counters)[0]
+        elif step == "reload":
+            llm.collective_rpc("reload_weights")
+        elif step == "residency":
+            result["residency"] = llm.apply_model(residency)[0]
+    result["data_bytes"] = private_bytes()
+    result["counts"] = {name: total.tolist() for name, total in counts.items()}
+    with open(job["result"], "w") as file:
+        json.dump(result, file)
+
+
+if __name__ == "__main__":
+    main()

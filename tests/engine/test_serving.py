@@ -1,0 +1,226 @@
+"""pinned_hot in the real engine on trained weights: tokens, placement, refusals."""
+
+import json
+import random
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import MODEL
+
+pytestmark = pytest.mark.cpu
+
+DTYPES = ("float32", "bfloat16")
+CONFIG = json.loads((MODEL / "config.json").read_text())
+NUM_EXPERTS = CONFIG["num_experts"]
+NUM_LAYERS = CONFIG["num_hidden_layers"]
+TOP_K = CONFIG["num_experts_per_tok"]
+LAYERS = [f"model.layers.{index}.mlp.experts" for index in range(NUM_LAYERS)]
+
+
+def make_map(
+    counts: dict[str, list[int]], hot: int, config: dict[str, Any] = CONFIG
+) -> dict[str, Any]:
+    """Write the map format by hand, independently of the code under test."""
+    layers, cold = {}, []
+    for name, layer in counts.items():
+        ranking = sorted(range(len(layer)), key=lambda e: (-layer[e], e))
+        share = [layer[e] / sum(layer) for e in ranking]
+        layers[name] = {"ranking": ranking, "share": share, "hot": hot}
+        cold.append(sum(share[hot:]))
+    return {
+        "format": "vllm-expert-map",
+        "version": 1,
+        "fingerprint": {
+            "architecture": config["architectures"][0],
+            "num_experts": config["num_experts"],
+            "top_k": config["num_experts_per_tok"],
+            "hidden_size": config["hidden_size"],
+            "moe_intermediate_size": config["moe_intermediate_size"],
+            "num_moe_layers": config["num_hidden_layers"],
+            "quantization": None,
+        },
+        "layers": layers,
+        "profiles": [],
+        "expected_cold_share": min(1.0, sum(cold) / len(cold)),
+    }
+
+
+def random_counts(seed: int = 0) -> dict[str, list[int]]:
+    rng = random.Random(seed)
+    return {name: [rng.randint(1, 99) for _ in range(NUM_EXPERTS)] for name in LAYERS}
+
+
+def pinned(tmp_path: Path, made: dict[str, Any]) -> dict[str, str]:
+    path = tmp_path / "map.json"
+    path.write_text(json.dumps(made))
+    return {
+        "expert_provider": "pinned_hot",
+        "expert_map": str(path),
+        "expert_cold_dir": str(tmp_path),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_equal_stock(dtype, generate, trees, tmp_path, prompts):
+    """Maps made from the traffic and against it; full greedy id lists.
+
+    A reload in place is compared with stock's own: on this backend stock answers
+    differently after one, and so does pinned_hot.
+    """
+    assert len(prompts) >= 24
+    steps = ("residency", "count", "generate", "reload", "generate")
+    stock = generate(None, *steps, dtype=dtype)
+    assert len(stock["counts"]) == NUM_LAYERS
+    assert stock["residency"] == []
+    served = {sum(layer) for layer in stock["counts"].values()}
+    fed = sum(len(tokens) for tokens in stock["tokens"][0])
+    assert len(served) == 1 and served.pop() >= TOP_K * fed
+    inverted = {n: [1 + max(c) - x for x in c] for n, c in stock["counts"].items()}
+    for hot, counts in (
+        (NUM_EXPERTS * 3 // 4, stock["counts"]),
+        (NUM_EXPERTS // 2, inverted),
+        (0, stock["counts"]),
+    ):
+        made = make_map(counts, hot)
+        ours = generate(
+            trees(),
+            *steps,
+            dtype=dtype,
+            **pinned(tmp_path, made),
+        )
+        assert ours["tokens"] == stock["tokens"]
+        assert ours["dtype"] == f"torch.{dtype}"
+        assert [entry["layer"] for entry in ours["residency"]] == LAYERS
+        cold_served = hot_served = 0
+        for entry in ours["residency"]:
+            layer = made["layers"][entry["layer"]]
+            assert entry["hot_rows"] == hot
+            assert entry["cold_rows"] == NUM_EXPERTS - hot
+            seen = ours["counts"][entry["layer"]]
+            hot_served += sum(seen[e] for e in layer["ranking"][:hot])
+            cold_served += sum(seen[e] for e in layer["ranking"][hot:])
+        # The path under test really ran, on both kinds of rows.
+        assert cold_served > 0 and (hot_served > 0) == (hot > 0)
+    assert "Expert weights: 5 layers, 0 rows hot (0.00 MiB)" in ours["log"]
+
+
+def test_compile_cache_keys(generate, trees, tmp_path):
+    """Stock, overlay off and pinned_hot never share a key; two maps do."""
+    steps = {"ask": [], "max_tokens": 1}
+    stock = generate(None, "residency", **steps)
+    off = generate(trees(), "residency", **steps)
+    flags = pinned(tmp_path, make_map(random_counts(), 8))
+    one = generate(trees(), "residency", **steps, **flags)
+    flags = pinned(tmp_path, make_map(random_counts(1), 24))
+    two = generate(trees(), "residency", **steps, **flags)
+    assert len({stock["key"], off["key"], one["key"]}) == 3
+    assert one["key"] == two["key"]
+    assert stock["residency"] == off["residency"] == []
+
+
+def test_compiled_model_reuses_its_cache_with_another_map(generate, trees, tmp_path):
+    """torch.compile on: same tokens as stock, whatever map comes second."""
+    cache = {"enforce_eager": False, "compilation_config": {"mode": 3}}
+    cache["compilation_config"]["cache_dir"] = str(tmp_path / "cache")
+    stock = generate(None, "generate", **cache)
+    for seed, hot in ((0, 8), (1, 24)):
+        flags = pinned(tmp_path, make_map(random_counts(seed), hot))
+        ours = generate(trees(), "generate", **cache, **flags)
+        assert ours["tokens"] == stock["tokens"]
+    assert generate(trees(), "generate", **cache)["tokens"] == stock["tokens"]
+
+
+@pytest.mark.parametrize(
+    "change,named",
+    [
+        ("duplicate", ["map.json", "ranking", "expert"]),
+        ("wrong model", ["map.json", "hidden_size", "4096"]),
+        ("missing layer", ["map.json", "num_moe_layers"]),
+        ("foreign names", ["map.json", "model.layers.0.mlp.experts", "language_model"]),
+    ],
+)
+def test_bad_map_stops_before_weights_load(change, named, generate, trees, tmp_path):
+    made = make_map(random_counts(), 8)
+    layer = made["layers"][LAYERS[0]]
+    if change == "duplicate":
+        layer["ranking"][0] = layer["ranking"][1]
+    elif change == "wrong model":
+        made["fingerprint"]["hidden_size"] = 4096
+    elif change == "missing layer":
+        del made["layers"][LAYERS[0]]
+    else:
+        made["layers"] = {
+            "language_model." + name: entry for name, entry in made["layers"].items()
+        }
+    run = generate(trees(), refused=True, **pinned(tmp_path, made))
+    assert run.status != 0
+    for word in named:
+        assert word in run.output
+    assert "Loading weights took" not in run.output
+
+
+def test_flag_that_cannot_take_effect_is_an_error(generate, trees, tmp_path):
+    flags = pinned(tmp_path, make_map(random_counts(), 8))
+    del flags["expert_provider"]
+    run = generate(trees(), refused=True, **flags)
+    assert run.status != 0
+    assert "--expert-map, --expert-cold-dir has no effect" in run.output
+
+
+def big_model(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Write the config of a model with about 1.5 GiB of expert weights."""
+    config = CONFIG | {
+        "num_hidden_layers": 8,
+        "hidden_size": 1024,
+        "moe_intermediate_size": 1024,
+        "num_experts": 32,
+        "num_attention_heads": 8,
+        "head_dim": 32,
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, config
+
+
+def test_model_larger_than_its_memory_limit_loads(generate, trees, tmp_path):
+    """Private memory is capped below the expert weights; stock cannot load them."""
+    model, config = big_model(tmp_path / "big")
+    names = [f"model.layers.{i}.mlp.experts" for i in range(8)]
+    counts = {name: [100] * 4 + [1] * 28 for name in names}
+    made = make_map(counts, hot=4, config=config)
+    expert_bytes = 8 * 32 * 3 * 1024 * 1024 * 2
+    base = generate(
+        None,
+        "residency",
+        model=MODEL,
+        max_tokens=1,
+        ask=[],
+    )
+    assert base["residency"] == []
+    # Measured on the tiny model: what the engine itself takes, and its KV cache.
+    limit = base["data_bytes"] + expert_bytes * 5 // 8
+
+    def capped() -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+    big = {
+        "model": model,
+        "dtype": "bfloat16",
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_tokens": 2,
+        "ask": [{"prompt_token_ids": [1, 2, 3]}],
+        "preexec": capped,
+    }
+    stock = generate(None, refused=True, **big)
+    assert stock.status != 0 and "memory" in stock.output.lower()
+    ours = generate(
+        trees(), "residency", "generate", **big, **pinned(tmp_path, made)
+    )
+    cold = sum(entry["cold_bytes"] for entry in ours["residency"])
+    hot = sum(entry["hot_bytes"] for entry in ours["residency"])
+    assert cold + hot == expert_bytes and cold == expert_bytes * 28 // 32
+    assert ours["data_bytes"] < limit

@@ -1,0 +1,1 @@
+"""Builds, installs and checks the pinned-hot-experts overlay of vLLM."""

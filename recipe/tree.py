@@ -1,0 +1,247 @@
+"""The patched tree: the pin, the first N patches, and the files that they bring."""
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipe.apply import (
+    PinFiles,
+    apply_series,
+    check_absent,
+    extract,
+    touched_paths,
+)
+from recipe.errors import RecipeError
+from recipe.lock import load_lock
+from recipe.patch import Patch
+from recipe.paths import PIN_FILE, STAMP_SOURCE
+from recipe.pin import Pin, load_pin
+from recipe.series import Sources, check_ownership, load_series, require
+from recipe.wheel import WheelFiles, fetch_wheel, unpack
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A patched tree on disk.
+
+    Attributes:
+        root: Directory that holds ``vllm/`` and the dist-info.
+        flavor: Name of the flavor it was made from.
+        patches: Names of the applied patches.
+        files: Paths that differ from the pin, edited and added.
+    """
+
+    root: Path
+    flavor: str
+    patches: tuple[str, ...]
+    files: tuple[str, ...]
+
+
+def first_patches(patches: Sequence[Patch], upto: int | None) -> list[Patch]:
+    """Return the first ``upto`` patches, all of them for ``None``.
+
+    Raises:
+        RecipeError: There are fewer.
+    """
+    if upto is None:
+        return list(patches)
+    if not 0 <= upto <= len(patches):
+        raise RecipeError(
+            f"--patches {upto}: the series has {len(patches)}; name no more than that"
+        )
+    return list(patches[:upto])
+
+
+def is_runtime(path: str) -> bool:
+    """Tell whether a path belongs in a runtime; ``tests/`` is for upstream only."""
+    return path.startswith("vllm/")
+
+
+def overlay_files(
+    upto: int | None = None,
+    *,
+    source: PinFiles | None = None,
+    sources: Sources | None = None,
+    pin: Pin | None = None,
+) -> dict[str, bytes]:
+    """Return the final bytes of every path that differs from the pin.
+
+    Args:
+        upto: Number of patches to take, all by default.
+        source: Files to start from; the wheel of the CPU flavor by default. The
+            touched files are the same in every flavor, or ``refresh`` would have
+            refused them.
+        sources: The series.
+        pin: The release.
+
+    Returns:
+        Bytes by path relative to site-packages, ``tests/`` included.
+
+    Raises:
+        RecipeError: The series is not in order or does not apply to ``source``.
+    """
+    sources = sources or Sources()
+    pin = pin or load_pin()
+    patches, everything = _load(sources, upto)
+    lock = load_lock(sources, pin)
+    source = source or WheelFiles(fetch_wheel(pin.flavor("cpu")))
+    check_absent(source, everything)
+    with tempfile.TemporaryDirectory() as work:
+        root = Path(work)
+        touched = touched_paths(patches)
+        extract(source, touched, root)
+        apply_series(root, patches, lock)
+        files = {path: (root / path).read_bytes() for path in touched}
+    return files | _added(patches, sources)
+
+
+def build_tree(
+    flavor: str,
+    dest: Path,
+    upto: int | None = None,
+    *,
+    sources: Sources | None = None,
+    pin: Pin | None = None,
+) -> Tree:
+    """Make a patched tree.
+
+    It is made beside ``dest`` and renamed when it is whole: after a failure ``dest``
+    is as it was.
+
+    Args:
+        flavor: ``cpu`` or ``cuda``.
+        dest: Directory to make; it may exist if it is empty.
+        upto: Number of patches to take, all by default.
+        sources: The series.
+        pin: The release.
+
+    Raises:
+        RecipeError: ``dest`` is not empty, or the series does not apply exactly.
+    """
+    sources = sources or Sources()
+    pin = pin or load_pin()
+    dest = dest.absolute()
+    if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
+        raise RecipeError(
+            f"{dest} is not an empty directory; remove it or name another"
+        )
+    patches, everything = _load(sources, upto)
+    lock = load_lock(sources, pin)
+    wheel = fetch_wheel(pin.flavor(flavor))
+    check_absent(WheelFiles(wheel), everything)
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(dir=dest.parent, prefix=f".{dest.name}."))
+    try:
+        unpack(wheel, work)
+        _require_touched(work, patches)
+        apply_series(work, patches, lock)
+        added = _added(patches, sources)
+        for path, data in added.items():
+            target = work / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(data)
+            target.chmod(0o644)
+        work.chmod(0o755)
+        if dest.exists():
+            dest.rmdir()
+        os.rename(work, dest)
+    except BaseException:
+        shutil.rmtree(work)
+        raise
+    return Tree(
+        root=dest,
+        flavor=flavor,
+        patches=tuple(patch.name for patch in patches),
+        files=(*touched_paths(patches), *added),
+    )
+
+
+def series_digest(sources: Sources | None = None) -> str:
+    """Return the sha256 over everything that decides what an overlay holds.
+
+    That is the pin, the series with its patches and lock, the overlay files and the
+    start-up check.
+    """
+    sources = sources or Sources()
+    inputs = {"pin.toml": PIN_FILE}
+    for label, folder in (
+        ("patches", sources.patches),
+        ("overlay", sources.overlay),
+        ("stamp", STAMP_SOURCE),
+    ):
+        for path in folder.rglob("*"):
+            if path.is_file() and path.suffix != ".pyc":
+                inputs[f"{label}/{path.relative_to(folder).as_posix()}"] = path
+    digest = hashlib.sha256()
+    for name, path in sorted(inputs.items()):
+        digest.update(f"{name}\0{path.stat().st_size}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _load(sources: Sources, upto: int | None) -> tuple[list[Patch], list[Patch]]:
+    everything = load_series(sources)
+    require(check_ownership(everything, sources))
+    return first_patches(everything, upto), everything
+
+
+def _added(patches: Sequence[Patch], sources: Sources) -> dict[str, bytes]:
+    paths = [path for patch in patches for path in patch.adds]
+    return {path: sources.added_file(path).read_bytes() for path in paths}
+
+
+def _require_touched(root: Path, patches: Sequence[Patch]) -> None:
+    for patch in patches:
+        for path in patch.touched:
+            if not (root / path).is_file():
+                raise RecipeError(
+                    f"{patch.name}: {path} is not in the wheel; new files: overlay/"
+                )
+
+
+def compile_tree(root: Path) -> None:
+    """Byte-compile every module of a tree with the running Python.
+
+    Raises:
+        RecipeError: A module does not compile.
+    """
+    print("compiling every module …", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "compileall", "-q", "-j0"]
+    command += ["--invalidation-mode", "unchecked-hash", str(root / "vllm")]
+    if subprocess.run(command).returncode:
+        raise RecipeError(f"{root}: a module does not compile; see the lines above")
+
+
+def _run(args: argparse.Namespace) -> int:
+    print(f"making the {args.flavor} tree in {args.out} …", file=sys.stderr, flush=True)
+    tree = build_tree(args.flavor, args.out, args.patches)
+    if args.compile:
+        compile_tree(tree.root)
+    print(
+        f"{tree.root}: {len(tree.patches)} patches, {len(tree.files)} files differ "
+        f"from the pin, digest {series_digest()[:12]}"
+    )
+    return 0
+
+
+def add_parser(
+    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
+) -> None:
+    """Add the verb ``tree``."""
+    parser = subparsers.add_parser("tree", help="make a patched tree in a directory")
+    parser.add_argument("--flavor", choices=sorted(load_pin().flavors), default="cpu")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "--patches", type=int, metavar="N", help="take the first N patches only"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="byte-compile every module afterwards"
+    )
+    parser.set_defaults(run=_run)

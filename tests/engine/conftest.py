@@ -70,6 +70,7 @@ def generate(tmp_path: Path, prompts: list[str]) -> Iterator[Engine]:
         max_tokens: int = 24,
         refused: bool = False,
         preexec: Callable[[], None] | None = None,
+        env: dict[str, str] | None = None,
         **engine: Any,
     ) -> Any:
         result = tmp_path / "result.json"
@@ -87,7 +88,7 @@ def generate(tmp_path: Path, prompts: list[str]) -> Iterator[Engine]:
             input=json.dumps(job),
             capture_output=True,
             text=True,
-            env=environment(tree),
+            env=environment(tree) | (env or {}),
             cwd=tmp_path,
             timeout=900,
             preexec_fn=preexec,

@@ -60,12 +60,18 @@ def counters(model: Any) -> dict[str, Any]:
 
 def main() -> None:
     job = json.load(sys.stdin)
+    if job["steps"] == ["key"]:
+        from vllm.engine.arg_utils import EngineArgs
+
+        config = EngineArgs(model=job["model"], **job["engine"]).create_engine_config()
+        with open(job["result"], "w") as file:
+            json.dump({"key": config.compute_hash()}, file)
+        return
     from vllm import LLM, SamplingParams
 
     llm = LLM(model=job["model"], **job["engine"])
     config = llm.llm_engine.vllm_config
     result: dict[str, Any] = {
-        "key": config.compute_hash(),
         "vllm": sys.modules["vllm"].__file__,
         "dtype": str(config.model_config.dtype),
     }

@@ -109,36 +109,33 @@ def test_tokens_equal_stock(dtype, generate, trees, tmp_path, prompts):
 
 def test_compile_cache_keys(generate, trees, tmp_path):
     """Stock, overlay off and pinned_hot never share a key; two maps do."""
-    steps = {"ask": [], "max_tokens": 1}
-    stock = generate(None, "residency", **steps)
-    off = generate(trees(), "residency", **steps)
+    stock = generate(None, "key")["key"]
+    off = generate(trees(), "key")["key"]
     flags = pinned(tmp_path, make_map(random_counts(), 8))
-    one = generate(trees(), "residency", **steps, **flags)
+    one = generate(trees(), "key", **flags)["key"]
     flags = pinned(tmp_path, make_map(random_counts(1), 24))
-    two = generate(trees(), "residency", **steps, **flags)
-    assert len({stock["key"], off["key"], one["key"]}) == 3
-    assert one["key"] == two["key"]
-    assert stock["residency"] == off["residency"] == []
+    two = generate(trees(), "key", **flags)["key"]
+    assert len({stock, off, one}) == 3
+    assert one == two
 
 
 def test_compiled_model_reuses_its_cache_with_another_map(generate, trees, tmp_path):
     """torch.compile on: same tokens as stock, whatever map comes second."""
-    cache = {"enforce_eager": False, "compilation_config": {"mode": 3}}
-    cache["compilation_config"]["cache_dir"] = str(tmp_path / "cache")
-    stock = generate(None, "generate", **cache)
+    compiled = {"enforce_eager": False, "env": {"VLLM_CACHE_ROOT": str(tmp_path)}}
+    stock = generate(None, "generate", **compiled)
     for seed, hot in ((0, 8), (1, 24)):
         flags = pinned(tmp_path, make_map(random_counts(seed), hot))
-        ours = generate(trees(), "generate", **cache, **flags)
+        ours = generate(trees(), "generate", **compiled, **flags)
         assert ours["tokens"] == stock["tokens"]
-    assert generate(trees(), "generate", **cache)["tokens"] == stock["tokens"]
+    assert "Directly load the compiled graph" in ours["log"] or (
+        "Directly load AOT compilation" in ours["log"]
+    )
 
 
 @pytest.mark.parametrize(
     "change,named",
     [
         ("duplicate", ["map.json", "ranking", "expert"]),
-        ("wrong model", ["map.json", "hidden_size", "4096"]),
-        ("missing layer", ["map.json", "num_moe_layers"]),
         ("foreign names", ["map.json", "model.layers.0.mlp.experts", "language_model"]),
     ],
 )
@@ -147,10 +144,6 @@ def test_bad_map_stops_before_weights_load(change, named, generate, trees, tmp_p
     layer = made["layers"][LAYERS[0]]
     if change == "duplicate":
         layer["ranking"][0] = layer["ranking"][1]
-    elif change == "wrong model":
-        made["fingerprint"]["hidden_size"] = 4096
-    elif change == "missing layer":
-        del made["layers"][LAYERS[0]]
     else:
         made["layers"] = {
             "language_model." + name: entry for name, entry in made["layers"].items()
@@ -160,14 +153,6 @@ def test_bad_map_stops_before_weights_load(change, named, generate, trees, tmp_p
     for word in named:
         assert word in run.output
     assert "Loading weights took" not in run.output
-
-
-def test_flag_that_cannot_take_effect_is_an_error(generate, trees, tmp_path):
-    flags = pinned(tmp_path, make_map(random_counts(), 8))
-    del flags["expert_provider"]
-    run = generate(trees(), refused=True, **flags)
-    assert run.status != 0
-    assert "--expert-map, --expert-cold-dir has no effect" in run.output
 
 
 def big_model(folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -217,9 +202,7 @@ def test_model_larger_than_its_memory_limit_loads(generate, trees, tmp_path):
     }
     stock = generate(None, refused=True, **big)
     assert stock.status != 0 and "memory" in stock.output.lower()
-    ours = generate(
-        trees(), "residency", "generate", **big, **pinned(tmp_path, made)
-    )
+    ours = generate(trees(), "residency", "generate", **big, **pinned(tmp_path, made))
     cold = sum(entry["cold_bytes"] for entry in ours["residency"])
     hot = sum(entry["hot_bytes"] for entry in ours["residency"])
     assert cold + hot == expert_bytes and cold == expert_bytes * 28 // 32

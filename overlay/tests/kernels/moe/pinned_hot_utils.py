@@ -13,13 +13,22 @@ from tests.kernels.moe.expert_provider_utils import (
     LAYER_NAMES,
     NUM_EXPERTS,
     TOP_K,
+    fill,
 )
 
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.pinned_hot.map_file import (
     ExpertMap,
     Fingerprint,
     expert_map_from_counts,
 )
+from vllm.model_executor.model_loader.expert_weights import attach_expert_weights
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    get_layerwise_info,
+)
+from vllm.model_executor.model_loader.reload.meta import materialize_layer
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 FINGERPRINT = Fingerprint(
     architecture="Qwen3MoeForCausalLM",
@@ -44,6 +53,19 @@ def make_map(hot: int = 3, **changes: object) -> ExpertMap:
 def write_map(path: Path, hot: int = 3, **changes: object) -> Path:
     path.write_text(make_map(hot, **changes).to_json())
     return path
+
+
+def load_weights(layer: RoutedExperts, seed: int = 0) -> None:
+    """Take a layer through the loader's steps with random weights."""
+    info = get_layerwise_info(layer)
+    if info.can_load():
+        materialize_layer(layer, info)
+        for tensor in get_layer_tensors(layer).values():
+            tensor.weight_loader = _get_original_loader(tensor)
+    fill(layer, seed)
+    layer.quant_method.process_weights_after_loading(layer)
+    attach_expert_weights(layer)
+    info.reset()
 
 
 def pages_in_memory(tensor: torch.Tensor) -> list[bool]:

@@ -119,19 +119,8 @@ def test_range_lives_as_long_as_any_view(backing):
 def test_no_file_is_ever_visible(backing, tmp_path):
     source = random_bytes((ROWS, 64, 32), torch.float32)
     hot = np.zeros(num_pages(source), dtype=bool)
-    staged = backing.stage(source, "layer.weight")
     home = backing.build(source, hot, "layer.weight")
-    assert staged.shape == home.shape and os.listdir(tmp_path) == []
-
-
-def test_staged_tensor_is_an_ordinary_tensor(backing):
-    empty = torch.empty(ROWS, 8, 32, dtype=torch.bfloat16)
-    staged = backing.stage(empty, "layer.weight")
-    assert staged.shape == empty.shape and staged.dtype == empty.dtype
-    assert staged.is_contiguous()
-    value = random_bytes((8, 32), torch.bfloat16)
-    staged[3].copy_(value)
-    assert same_bytes(staged[3], value)
+    assert home.numel() and os.listdir(tmp_path) == []
 
 
 def test_memory_file_system_is_refused():
@@ -151,16 +140,16 @@ def test_usable_directory_passes(backing):
 
 
 def test_budget_refusals_have_numbers(backing):
-    backing.check(PlannedBytes(hot=0, largest_layer=0), ranks_on_node=1)
+    backing.check(PlannedBytes(hot=0, total=0, largest_layer=0), ranks_on_node=1)
     huge = 1 << 50
     with pytest.raises(ValueError, match="1048576.00 GiB of disk"):
-        backing.check(PlannedBytes(hot=0, largest_layer=huge), ranks_on_node=1)
+        backing.check(PlannedBytes(0, huge, 0), ranks_on_node=1)
     with pytest.raises(ValueError, match="1048576.00 GiB of (locked )?memory"):
-        backing.check(PlannedBytes(hot=huge, largest_layer=0), ranks_on_node=1)
+        backing.check(PlannedBytes(huge, huge, 0), ranks_on_node=1)
     # Every rank of the node takes its share of the same memory.
     available = 1 << 40
     with pytest.raises(ValueError, match="8192.00 GiB of (locked )?memory"):
-        backing.check(PlannedBytes(hot=available, largest_layer=0), ranks_on_node=8)
+        backing.check(PlannedBytes(available, available, 0), ranks_on_node=8)
 
 
 def run_python(code, **kwargs):
@@ -228,8 +217,6 @@ def test_full_disk_is_an_error_before_weights_load(tmp_path):
     try:
         backing = FileBacking(str(tmp_path))
         big = torch.empty(64, 16384)
-        with pytest.raises(RuntimeError, match="a.w13: cannot stage 4.00 MiB.*disk"):
-            backing.stage(big, "a.w13")
         cold = np.zeros(big.numel() * 4 // PAGE, dtype=bool)
         with pytest.raises(RuntimeError, match="a.w2: cannot re-home.*disk space"):
             backing.build(big, cold, "a.w2")
@@ -239,8 +226,8 @@ def test_full_disk_is_an_error_before_weights_load(tmp_path):
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
-def test_model_loads_under_a_limit_its_weights_would_break(tmp_path):
-    """Staged and cold bytes need no private memory (RLIMIT_DATA counts that)."""
+def test_cold_bytes_take_no_private_memory(tmp_path):
+    """Ranges far larger than the limit on private memory (RLIMIT_DATA)."""
     code = (
         BUILD.format(directory=str(tmp_path))
         + """
@@ -251,17 +238,13 @@ def test_model_loads_under_a_limit_its_weights_would_break(tmp_path):
         raise SystemExit("the limit does not bite")
     except RuntimeError:
         pass
-    staged = [backing.stage(source, f"layer{i}") for i in range(32)]
-    homes = []
-    for tensor in staged:
-        tensor.copy_(source)
-        homes.append(backing.build(tensor, np.arange(pages) < 8, "layer"))
+    homes = [backing.build(source, np.arange(pages) < 8, "layer") for _ in range(32)]
     assert all(torch.equal(home, source) for home in homes)
-    print("loaded", sum(h.numel() * 4 for h in homes) >> 20, "MiB")
+    print("made", sum(h.numel() * 4 for h in homes) >> 20, "MiB")
     """
     )
     result = run_python(code)
-    assert result.stdout.strip() == "loaded 128 MiB", result.stderr[-2000:]
+    assert result.stdout.strip() == "made 128 MiB", result.stderr[-2000:]
 
 
 def test_rlimit_is_read(monkeypatch, tmp_path):

@@ -11,13 +11,13 @@ from tests.kernels.moe.expert_provider_utils import (
     NUM_EXPERTS,
     build_layer,
     engine_config,
-    fill,
     run,
     single_rank,
     write_model,
 )
 from tests.kernels.moe.pinned_hot_utils import (
     COUNTS,
+    load_weights,
     make_map,
     pages_in_memory,
     write_map,
@@ -71,9 +71,7 @@ def load(config, dtype, **kwargs):
     model = torch.nn.ModuleList(layers)
     bind_expert_providers(model, config, config.model_config)
     for index, layer in enumerate(layers):
-        fill(layer, seed=index)
-        layer.quant_method.process_weights_after_loading(layer)
-        attach_expert_weights(layer)
+        load_weights(layer, seed=index)
     return layers
 
 
@@ -171,6 +169,17 @@ def test_reload_into_the_range(tmp_path):
 # --------------------------------------------- what a layer may not look like
 
 
+def process_and(layer, change):
+    """Let the layer's post-processing end with a change to the layer."""
+    process = layer.quant_method.process_weights_after_loading
+
+    def process_then_change(target):
+        process(target)
+        change(target)
+
+    layer.quant_method.process_weights_after_loading = process_then_change
+
+
 @pytest.mark.parametrize(
     "shape", [(NUM_EXPERTS,), (NUM_EXPERTS, 2), (2 * NUM_EXPERTS,), (3, 4)]
 )
@@ -212,12 +221,10 @@ def test_tensor_that_appears_in_post_processing_is_refused(tmp_path):
         layers = [build_layer(name) for name in LAYER_NAMES]
         model = torch.nn.ModuleList(layers)
         bind_expert_providers(model, config, config.model_config)
-        fill(layers[0])
-        layers[0].quant_method.process_weights_after_loading(layers[0])
         extra = torch.nn.Parameter(torch.ones(NUM_EXPERTS), requires_grad=False)
-        layers[0].register_parameter("new_scale", extra)
+        process_and(layers[0], lambda x: x.register_parameter("new_scale", extra))
         with pytest.raises(ValueError, match="after post-processing.*new_scale"):
-            attach_expert_weights(layers[0])
+            load_weights(layers[0])
 
 
 def test_tensor_that_vanishes_in_post_processing_is_no_matter(tmp_path):
@@ -226,10 +233,8 @@ def test_tensor_that_vanishes_in_post_processing_is_no_matter(tmp_path):
         layers = [build_layer(n, has_bias=True) for n in LAYER_NAMES]
         model = torch.nn.ModuleList(layers)
         bind_expert_providers(model, config, config.model_config)
-        fill(layers[0])
-        layers[0].quant_method.process_weights_after_loading(layers[0])
-        del layers[0].w13_bias
-        attach_expert_weights(layers[0])
+        process_and(layers[0], lambda x: delattr(x, "w13_bias"))
+        load_weights(layers[0])
         attach_expert_weights(layers[0])
         assert layers[0].expert_provider.residency() is not None
 
@@ -239,7 +244,7 @@ def test_strided_rows_are_refused(tmp_path):
     with single_rank(config, tmp_path):
         layers = [build_layer(name) for name in LAYER_NAMES]
         w2 = layers[0].w2_weight
-        w2.data = torch.empty(w2.shape[::-1]).permute(2, 1, 0)
+        w2.data = torch.empty(w2.shape[::-1], device=w2.device).permute(2, 1, 0)
         with pytest.raises(ValueError, match="w2_weight has strides"):
             model = torch.nn.ModuleList(layers)
             bind_expert_providers(model, config, config.model_config)
@@ -312,7 +317,7 @@ def test_map_of_another_model(tmp_path):
 
 def test_platform_without_backing_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    with pytest.raises(ValueError, match="no page backing yet"):
+    with pytest.raises(ValueError, match="'cpu' has no page backing"):
         pinned_config(tmp_path)
 
 
@@ -345,9 +350,7 @@ def test_layers_inside_a_multimodal_wrapper(tmp_path):
         model = torch.nn.ModuleDict({"language_model": torch.nn.ModuleList(layers)})
         bind_expert_providers(model, config, config.model_config)
         for layer in layers:
-            fill(layer)
-            layer.quant_method.process_weights_after_loading(layer)
-            attach_expert_weights(layer)
+            load_weights(layer)
             assert layer.expert_provider.residency().cold_rows > 0
 
 
@@ -391,9 +394,7 @@ def test_draft_layers_stay_resident_unless_named(tmp_path):
         bind_expert_providers(torch.nn.ModuleList(layers), config, draft_of(config))
         for layer in layers:
             assert type(layer.expert_provider) is ResidentProvider
-            fill(layer)
-            layer.quant_method.process_weights_after_loading(layer)
-            attach_expert_weights(layer)
+            load_weights(layer)
             assert run(layer, 2).isfinite().all()
 
 
@@ -406,9 +407,7 @@ def test_named_draft_layers_are_served(tmp_path, monkeypatch):
         layer = build_layer(DRAFT_NAMES[0], num_experts=4)
         model = torch.nn.ModuleList([layer])
         bind_expert_providers(model, config, draft_of(config))
-        fill(layer)
-        layer.quant_method.process_weights_after_loading(layer)
-        attach_expert_weights(layer)
+        load_weights(layer)
         assert isinstance(layer.expert_provider, PinnedHotProvider)
         assert layer.expert_provider.residency().hot_rows == 1
 

@@ -52,6 +52,12 @@ def bind_expert_providers(
     expert_provider_class(name).bind(layers, vllm_config, model_config)
 
 
+def expert_weights_attached(module: nn.Module) -> bool:
+    """Whether a provider owns the module's weights and has had them processed."""
+    provider = getattr(module, "expert_provider", None)
+    return provider is not None and provider.attached
+
+
 def attach_expert_weights(module: nn.Module) -> None:
     """Hand a module's processed expert weights to its provider, if it has one."""
     provider = getattr(module, "expert_provider", None)

@@ -6,8 +6,8 @@ A provider is chosen once per engine (`--expert-provider`) and instantiated once
 per layer. Its life follows the load of the model:
 
 1. `validate` — before the model is built: is the configuration usable at all?
-2. `stage` — the layer's parameters exist and are empty: where shall loading
-   fill them?
+2. `stage` — the layer's parameters exist and are empty: how shall they be
+   loaded?
 3. `bind` — the whole model is built and no weight is loaded: which layers does
    the provider serve?
 4. `attach` — this layer's weights are loaded and post-processed: re-home them.
@@ -65,6 +65,10 @@ class ExpertWeightProvider(ABC):
     name: ClassVar[str]
     """Value of `--expert-provider` that selects the class."""
 
+    attached = False
+    """Whether the provider has taken over weights that are not to be processed a
+    second time. Set by providers whose layers are loaded one by one."""
+
     def __init__(self, config: ExpertProviderConfig, layer_name: str):
         self.config = config
         self.layer_name = layer_name
@@ -80,10 +84,10 @@ class ExpertWeightProvider(ABC):
         """
 
     def stage(self, layer: "RoutedExperts") -> None:  # noqa: B027
-        """Move the layer's new, empty parameters to where loading fills them.
+        """Prepare the layer's new, empty parameters for loading.
 
-        The whole model is staged at once, so a provider whose model does not
-        fit in memory gives the parameters storage that can leave it again.
+        All layers are staged before the first weight is read, so a provider whose
+        model does not fit in memory takes the parameters' memory away here.
         """
 
     @classmethod

@@ -16,11 +16,13 @@ class PlannedBytes:
 
     Attributes:
         hot: Bytes of all hot rows.
+        total: Bytes of all expert rows.
         largest_layer: Bytes of the largest layer's expert tensors.
 
     """
 
     hot: int
+    total: int
     largest_layer: int
 
 
@@ -35,36 +37,11 @@ class RangeBacking(ABC):
     """Granularity of placement, bytes."""
 
     @abstractmethod
-    def validate(self) -> None:
-        """Refuse to start where ranges cannot be backed at all.
-
-        Raises:
-            ValueError: Says what is missing, and the cure.
-
-        """
-
-    @abstractmethod
     def check(self, planned: PlannedBytes, ranks_on_node: int) -> None:
         """Refuse a plan that does not fit, before any weight is loaded.
 
         Raises:
             ValueError: A memory, lock or disk limit is too small; has numbers.
-
-        """
-
-    @abstractmethod
-    def stage(self, empty: torch.Tensor, label: str) -> torch.Tensor:
-        """Give an empty tensor storage that can leave memory while others load.
-
-        Args:
-            empty: Tensor with no contents yet.
-            label: Layer and parameter, for messages.
-
-        Returns:
-            A tensor of the same shape, dtype and device, contiguous.
-
-        Raises:
-            RuntimeError: There is no room; names the tensor and the bytes wanted.
 
         """
 

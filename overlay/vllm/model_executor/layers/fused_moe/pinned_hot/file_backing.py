@@ -93,6 +93,12 @@ class FileBacking(RangeBacking):
         self.locked_bytes = 0
 
     def validate(self) -> None:
+        """Refuse a directory that cannot hold cold files.
+
+        Raises:
+            ValueError: Says what is wrong with it, and the cure.
+
+        """
         flag = "--expert-cold-dir"
         if not os.path.isdir(self.directory):
             raise ValueError(f"{flag} {self.directory}: not a directory. Create it.")
@@ -108,14 +114,12 @@ class FileBacking(RangeBacking):
             )
 
     def check(self, planned: PlannedBytes, ranks_on_node: int) -> None:
-        # All staged files exist by now; while a layer moves into its range, its
-        # cold pages exist twice.
-        need = planned.largest_layer * ranks_on_node
+        need = (planned.total - planned.hot) * ranks_on_node
         stats = os.statvfs(self.directory)
         free = stats.f_bavail * stats.f_frsize
         if need > free:
             raise ValueError(
-                f"--expert-cold-dir {self.directory}: loading needs another "
+                f"--expert-cold-dir {self.directory}: the cold expert rows need "
                 f"{format_bytes(need)} of disk and {format_bytes(free)} are free. "
                 "Free some, or choose another directory."
             )
@@ -126,7 +130,7 @@ class FileBacking(RangeBacking):
                 f"memory and RLIMIT_MEMLOCK allows {format_bytes(lockable)}. Raise "
                 "it (`ulimit -l unlimited`; in a container `--ulimit memlock=-1`)."
             )
-        # Post-processing holds one more copy of a layer.
+        # A layer in work exists as loaded and as post-processed.
         reason = why_memory_too_small(
             (planned.hot + 2 * planned.largest_layer) * ranks_on_node,
             "hot expert rows and one layer in work",
@@ -134,21 +138,6 @@ class FileBacking(RangeBacking):
         )
         if reason:
             raise ValueError(reason)
-
-    def stage(self, empty: torch.Tensor, label: str) -> torch.Tensor:
-        num_bytes = empty.numel() * empty.element_size()
-        try:
-            with tempfile.TemporaryFile(dir=self.directory) as file:
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
-                mapping = mmap.mmap(file.fileno(), num_bytes)
-        except OSError as error:
-            raise RuntimeError(
-                f"{label}: cannot stage {format_bytes(num_bytes)} in "
-                f"--expert-cold-dir {self.directory}: {error.strerror}. All expert "
-                "weights pass through it while they load; free some disk or choose "
-                "another directory."
-            ) from error
-        return torch.frombuffer(mapping, dtype=empty.dtype).view(empty.shape)
 
     def build(self, source: torch.Tensor, hot: PageMask, label: str) -> torch.Tensor:
         num_bytes = source.numel() * source.element_size()

@@ -24,6 +24,14 @@ from vllm.model_executor.layers.fused_moe.pinned_hot.backing import (
     PlannedBytes,
     RangeBacking,
 )
+from vllm.model_executor.layers.fused_moe.pinned_hot.deferred import (
+    defer_loading,
+    undo_defer_loading,
+)
+from vllm.model_executor.layers.fused_moe.pinned_hot.device_backing import (
+    DeviceBacking,
+    device_backing,
+)
 from vllm.model_executor.layers.fused_moe.pinned_hot.file_backing import file_backing
 from vllm.model_executor.layers.fused_moe.pinned_hot.map_file import (
     ExpertMap,
@@ -59,6 +67,13 @@ _LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "mistral", "dummy")
 @functools.cache
 def _read_map(path: str) -> ExpertMap:
     return load_expert_map(path)
+
+
+def _backing(config: ExpertProviderConfig) -> RangeBacking:
+    """The backing of this process's platform and device."""
+    if current_platform.is_cpu():
+        return file_backing(config.expert_cold_dir)
+    return device_backing(torch.accelerator.current_device_index())
 
 
 def model_fingerprint(model_config: ModelConfig, num_moe_layers: int) -> Fingerprint:
@@ -97,10 +112,23 @@ def _why_not_engine(vllm_config: VllmConfig) -> str | None:
     offload = vllm_config.offload_config
     if model_config is None or not model_config.is_moe:
         return "the model has no MoE layers. Drop the flag."
-    if not current_platform.is_cpu():
+    if current_platform.is_cuda():
+        if reason := DeviceBacking.why_not_here():
+            return reason
+        if offload.experts.expert_cold_dir is not None:
+            return (
+                "--expert-cold-dir has no effect on CUDA, where cold rows lie in "
+                "host memory. Drop it."
+            )
+        if model_config.enable_sleep_mode:
+            return (
+                "sleep mode cannot release or restore expert ranges. Drop "
+                "--enable-sleep-mode."
+            )
+    elif not current_platform.is_cpu():
         return (
-            f"platform {current_platform.device_type!r} has no page backing yet; "
-            "layout 'range' runs on the CPU backend. Drop the flag."
+            f"platform {current_platform.device_type!r} has no page backing; layout "
+            "'range' runs on CUDA and on the CPU backend. Drop the flag."
         )
     if offload.experts.expert_layout == "split":
         return "--expert-layout split is not there yet. Use range or auto."
@@ -141,13 +169,14 @@ class PinnedHotProvider(ExpertWeightProvider):
         super().__init__(config, layer_name)
         assert config.expert_map is not None
         self._map = _read_map(config.expert_map)
+        self.deferred = False
         self._entry: LayerMap | None = None
         self._homes: dict[str, int] = {}
         self._residency: ExpertResidency | None = None
 
     @property
     def _backing(self) -> RangeBacking:
-        return file_backing(self.config.expert_cold_dir)
+        return _backing(self.config)
 
     @classmethod
     def validate(cls, vllm_config: VllmConfig) -> None:
@@ -175,16 +204,15 @@ class PinnedHotProvider(ExpertWeightProvider):
                 "Add the --speculative-config the map was made with, or drop the "
                 "entries.",
             )
-        file_backing(config.expert_cold_dir).validate()
+        if current_platform.is_cpu():
+            file_backing(config.expert_cold_dir).validate()
 
     def stage(self, layer: "RoutedExperts") -> None:
         names = expert_tensor_names(layer)
         if names is None or not self._map.names(self.layer_name):
             return  # `bind` refuses the layer or leaves it resident
-        for name in names.rows:
-            parameter = getattr(layer, name)
-            label = f"{self.layer_name}.{name}"
-            parameter.data = self._backing.stage(parameter.data, label)
+        defer_loading(layer, names.rows)
+        self.deferred = True
 
     @classmethod
     def bind(
@@ -220,7 +248,7 @@ class PinnedHotProvider(ExpertWeightProvider):
             assert isinstance(layer.expert_provider, cls)
             layer.expert_provider._entry = entries[name]
         planned = _plan_bytes(layers, entries)
-        backing = file_backing(vllm_config.offload_config.experts.expert_cold_dir)
+        backing = _backing(vllm_config.offload_config.experts)
         backing.check(planned, vllm_config.parallel_config.world_size)
 
     def check(self, layer: "RoutedExperts") -> str | None:
@@ -249,6 +277,7 @@ class PinnedHotProvider(ExpertWeightProvider):
             parameter.data = home
         self._homes = {name: p.data_ptr() for name, p in parameters.items()}
         self._residency = _residency(entry, tensors, masks, backing.page_bytes)
+        self.attached = True
 
     def residency(self) -> ExpertResidency | None:
         return self._residency
@@ -283,22 +312,22 @@ def _residency(
 
 def _leave_resident(layer: "RoutedExperts") -> None:
     """Undo `stage` for a layer that turns out not to be served."""
-    names = expert_tensor_names(layer)
-    for name in names.rows if names else ():
-        parameter = getattr(layer, name)
-        parameter.data = torch.empty_like(parameter.data)
     provider = layer.expert_provider
+    if provider.deferred:
+        undo_defer_loading(layer)
     layer.expert_provider = ResidentProvider(provider.config, provider.layer_name)
 
 
 def _plan_bytes(
     layers: "dict[str, RoutedExperts]", entries: Mapping[str, LayerMap]
 ) -> PlannedBytes:
-    hot = largest = 0
+    hot = total = largest = 0
     for name, layer in layers.items():
         names = expert_tensor_names(layer)
         assert names is not None
         tensors = [row_tensor(getattr(layer, tensor)) for tensor in names.rows]
-        largest = max(largest, sum(tensor.num_bytes for tensor in tensors))
+        num_bytes = sum(tensor.num_bytes for tensor in tensors)
+        total += num_bytes
+        largest = max(largest, num_bytes)
         hot += entries[name].hot * sum(tensor.row_bytes for tensor in tensors)
-    return PlannedBytes(hot=hot, largest_layer=largest)
+    return PlannedBytes(hot=hot, total=total, largest_layer=largest)

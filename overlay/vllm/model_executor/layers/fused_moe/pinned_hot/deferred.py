@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Load a layer's expert rows when all of them have been read, one layer at a time.
+
+The rows' parameters have no memory until then: vLLM's layerwise loading, made for
+quantizing while loading, buffers the checkpoint's tensors (which lie in the page
+cache), and once a layer is complete makes its parameters, fills and post-processes
+them. So no more than the layers being read ever exist as they were loaded.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    get_layerwise_info,
+    initialize_online_processing,
+)
+from vllm.model_executor.model_loader.reload.meta import (
+    materialize_layer,
+    to_meta_tensor,
+)
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+
+def defer_loading(layer: "RoutedExperts", names: Iterable[str]) -> None:
+    """Take the memory from some of a new layer's parameters until they are read.
+
+    Args:
+        layer: A layer whose parameters were just created.
+        names: Parameters to defer.
+
+    """
+    for name in names:
+        layer.register_parameter(name, to_meta_tensor(getattr(layer, name)))
+    # The loader then finishes layers whose checkpoint lacks padding or biases.
+    layer.quant_method.uses_meta_device = True
+    initialize_online_processing(layer)
+
+
+def undo_defer_loading(layer: "RoutedExperts") -> None:
+    """Give a deferred layer its parameters back and load it as stock does."""
+    info = get_layerwise_info(layer)
+    materialize_layer(layer, info)
+    for parameter in get_layer_tensors(layer).values():
+        parameter.weight_loader = _get_original_loader(parameter)
+    layer.quant_method.uses_meta_device = False
+    info.reset()

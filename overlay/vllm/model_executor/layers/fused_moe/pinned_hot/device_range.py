@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Address ranges of one GPU whose pages lie in device or in host memory.
+
+CUDA's virtual memory management reserves addresses, creates physical memory at a
+location, and maps one to the other. Kernels see one ordinary pointer.
+
+Source: CUDA Driver API, section "Virtual Memory Management".
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+
+from vllm.model_executor.layers.fused_moe.pinned_hot.placement import PageRun
+
+
+class DriverError(RuntimeError):
+    """A driver call failed.
+
+    Attributes:
+        result: The driver's result code.
+
+    """
+
+    def __init__(self, call: str, result: driver.CUresult):
+        super().__init__(f"{call} failed with {result.name}")
+        self.result = result
+
+    @property
+    def out_of_memory(self) -> bool:
+        return self.result == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+
+
+def _call(function: Callable[..., tuple[Any, ...]], *args: object) -> Any:
+    result, *values = function(*args)
+    if result != driver.CUresult.CUDA_SUCCESS:
+        raise DriverError(function.__name__, result)
+    return values[0] if values else None
+
+
+def _properties(location: driver.CUmemLocation) -> driver.CUmemAllocationProp:
+    properties = driver.CUmemAllocationProp()
+    properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location = location
+    return properties
+
+
+def device_location(device: int) -> driver.CUmemLocation:
+    """Memory of a GPU, by its index in this process."""
+    location = driver.CUmemLocation()
+    location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    location.id = device
+    return location
+
+
+def host_location(device: int) -> driver.CUmemLocation:
+    """Host memory, of the NUMA node nearest to a GPU where the driver names one."""
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID
+    node = _call(driver.cuDeviceGetAttribute, attribute, device)
+    location = driver.CUmemLocation()
+    if node >= 0:
+        location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST_NUMA
+        location.id = node
+    else:
+        location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST
+        location.id = 0
+    return location
+
+
+def granularity(location: driver.CUmemLocation) -> int:
+    """Smallest size of physical memory at a location, bytes."""
+    flags = driver.CUmemAllocationGranularity_flags
+    return _call(
+        driver.cuMemGetAllocationGranularity,
+        _properties(location),
+        flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM,
+    )
+
+
+def supports_ranges(device: int) -> bool:
+    """Whether the driver offers virtual memory management on a GPU."""
+    attribute = driver.CUdevice_attribute
+    return bool(
+        _call(
+            driver.cuDeviceGetAttribute,
+            attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+            device,
+        )
+    )
+
+
+class DeviceRange:
+    """A mapped address range.
+
+    Freed when it is collected: after all work of the device is done, unmapped,
+    then its addresses given back. The physical memory goes with the mapping.
+
+    Args:
+        device: Index of the GPU that accesses the range.
+        runs: Pages in address order, whole multiples of `page_bytes`.
+        page_bytes: Alignment of the range.
+        hot: Location of the hot runs.
+        cold: Location of the cold runs.
+
+    Raises:
+        DriverError: Some memory cannot be had; nothing stays allocated.
+
+    """
+
+    def __init__(
+        self,
+        device: int,
+        runs: Iterable[PageRun],
+        page_bytes: int,
+        hot: driver.CUmemLocation,
+        cold: driver.CUmemLocation,
+    ):
+        runs = list(runs)
+        self.device = device
+        self.num_bytes = sum(run.num_bytes for run in runs)
+        self.address = int(
+            _call(driver.cuMemAddressReserve, self.num_bytes, page_bytes, 0, 0)
+        )
+        mapped = 0
+        try:
+            for run in runs:
+                location = hot if run.hot else cold
+                handle = _call(
+                    driver.cuMemCreate, run.num_bytes, _properties(location), 0
+                )
+                try:
+                    start = self.address + run.start
+                    _call(driver.cuMemMap, start, run.num_bytes, 0, handle, 0)
+                finally:
+                    # The mapping keeps the memory; the handle is not needed again.
+                    _call(driver.cuMemRelease, handle)
+                mapped = run.start + run.num_bytes
+            access = driver.CUmemAccessDesc()
+            access.location = device_location(device)
+            access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            _call(driver.cuMemSetAccess, self.address, self.num_bytes, [access], 1)
+        except BaseException:
+            _free(self.address, mapped, self.num_bytes, None)
+            raise
+        # Not at interpreter exit: the driver may be gone by then, and frees all.
+        weakref.finalize(
+            self, _free, self.address, self.num_bytes, self.num_bytes, device
+        ).atexit = False
+
+    def tensor(self, like: torch.Tensor) -> torch.Tensor:
+        """Make a tensor over the range, which lives as long as the tensor.
+
+        Args:
+            like: Contiguous tensor that gives shape and dtype.
+
+        """
+        num_bytes = like.numel() * like.element_size()
+        flat = torch.as_tensor(_Memory(self, num_bytes), device=f"cuda:{self.device}")
+        return flat.view(like.dtype).view(like.shape)
+
+
+class _Memory:
+    """Bytes of a range for torch, which holds on to this object.
+
+    Format: CUDA Array Interface, version 3 (Numba documentation).
+    """
+
+    def __init__(self, owner: DeviceRange, num_bytes: int):
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (owner.address, False),
+            "version": 3,
+            "strides": None,
+        }
+
+
+def _free(address: int, mapped: int, reserved: int, device: int | None) -> None:
+    if device is not None:
+        # A kernel may still read what nobody holds any more.
+        torch.accelerator.synchronize(device)
+    if mapped:
+        _call(driver.cuMemUnmap, address, mapped)
+    _call(driver.cuMemAddressFree, address, reserved)

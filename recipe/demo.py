@@ -31,7 +31,7 @@ from recipe.errors import RecipeError
 from recipe.image import build_image, run_command
 from recipe.paths import ROOT, cache_dir
 from recipe.pin import load_pin
-from recipe.tree import build_tree, series_digest
+from recipe.tree import patched_tree
 
 FIXTURE = ROOT / "fixtures" / "tiny-moe"
 MODEL_NAME = "tiny-moe"
@@ -471,15 +471,6 @@ def make_map(
     if made.returncode:
         raise RecipeError(f"the planner made no map: {made.stderr.strip()[-1500:]}")
     return made.stdout[made.stdout.index("{") :]
-
-
-def patched_tree(flavor: str) -> Path:
-    """Return the patched tree, made once for each state of the series."""
-    path = cache_dir() / "trees" / f"{flavor}-{series_digest()[:16]}"
-    if not path.exists():
-        _say(f"making the patched {flavor} tree in {path}")
-        build_tree(flavor, path)
-    return path
 
 
 def check_stock(description: Mapping[str, Any]) -> None:

@@ -2,18 +2,19 @@
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree
 
 from recipe.env import ensure_env
 from recipe.errors import RecipeError
-from recipe.paths import ROOT, cache_dir
-from recipe.tree import build_tree, series_digest
+from recipe.paths import ROOT
+from recipe.tree import patched_tree
 
 _OTHERS = "not cpu and not image and not gpu and not sm100 and not drift"
 
@@ -49,24 +50,10 @@ def _cuda() -> Path:
     return ensure_env("cuda")
 
 
-def _patched(flavor: str) -> Path:
-    """Return the patched tree, made once for each state of the series.
-
-    Trees of other states are removed after a day, since another run may be using one.
-    """
-    path = cache_dir() / "trees" / f"{flavor}-{series_digest()[:16]}"
-    if not path.exists():
-        path.parent.mkdir(exist_ok=True)
-        for old in path.parent.iterdir():
-            if time.time() - old.stat().st_mtime > DAY:
-                shutil.rmtree(old)
-        print(f"making the patched {flavor} tree …", file=sys.stderr, flush=True)
-        build_tree(flavor, path)
-    return path
-
-
 TIERS: dict[str, tuple[Step, ...]] = {
-    "tier1": (Step("series and tooling", _tools, ("tests/series",), _OTHERS),),
+    "tier1": (
+        Step("series and tooling", _tools, ("tests/series", "tests/demo"), _OTHERS),
+    ),
     "cpu": (
         Step("the CPU engine", _cpu, ("tests",), "cpu"),
         Step(
@@ -74,7 +61,7 @@ TIERS: dict[str, tuple[Step, ...]] = {
             _cpu,
             ("tests",),
             "not gpu and not sm100",
-            lambda: _patched("cpu"),
+            lambda: patched_tree("cpu"),
         ),
     ),
     "image": (Step("images", _tools, ("tests/image",), "image"),),
@@ -85,20 +72,43 @@ TIERS: dict[str, tuple[Step, ...]] = {
             _cuda,
             ("tests",),
             "not cpu and not sm100",
-            lambda: _patched("cuda"),
+            lambda: patched_tree("cuda"),
         ),
     ),
 }
 DEFAULT = ("tier1", "cpu", "image")
-DAY = 24 * 60 * 60  # seconds
 
 
-def run_step(step: Step, extra: Sequence[str]) -> int:
-    """Run pytest for one step and return its status."""
+@dataclass
+class Totals:
+    """Tests of all steps, as pytest's JUnit reports count them."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+    def add(self, report: Path) -> None:
+        """Add one report; a run that wrote none has failed as a whole."""
+        if not report.exists():
+            self.failed += 1
+            return
+        for suite in ElementTree.parse(report).getroot().iter("testsuite"):
+            bad = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+            skipped = int(suite.get("skipped", 0))
+            self.failed += bad
+            self.skipped += skipped
+            self.passed += int(suite.get("tests", 0)) - bad - skipped
+
+    def __str__(self) -> str:
+        return f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
+
+
+def run_step(step: Step, extra: Sequence[str], report: Path) -> int:
+    """Run pytest for one step, write its JUnit report, and return its status."""
     python, where = step.python(), step.where()
     command = [str(python), "-B", "-m", "pytest", "-p", "no:cacheprovider"]
     command += [f"--config-file={ROOT / 'pyproject.toml'}", f"--rootdir={where}"]
-    command += ["-m", step.marker, *step.paths, *extra]
+    command += [f"--junitxml={report}", "-m", step.marker, *step.paths, *extra]
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     if where != ROOT:
         env["PYTHONPATH"] = str(where)
@@ -110,15 +120,20 @@ def _run(args: argparse.Namespace) -> int:
     if unknown := [tier for tier in tiers if tier not in TIERS]:
         raise RecipeError(f"no tier {unknown[0]!r}; choose from {', '.join(TIERS)}")
     failed = []
+    totals = Totals()
     for tier in tiers:
         for step in TIERS[tier]:
             print(f"== {tier}: {step.title}", flush=True)
             begin = time.monotonic()
-            status = run_step(step, args.extra)
+            with tempfile.TemporaryDirectory() as folder:
+                report = Path(folder) / "report.xml"
+                status = run_step(step, args.extra, report)
+                totals.add(report)
             seconds = time.monotonic() - begin
             print(f"== {tier}: status {status} after {seconds:.0f} s", flush=True)
             if status:
                 failed.append(f"{tier} ({step.title}, status {status})")
+    print(totals, flush=True)
     if failed:
         raise RecipeError("tests failed: " + "; ".join(failed))
     return 0

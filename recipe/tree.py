@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +22,12 @@ from recipe.apply import (
 from recipe.errors import RecipeError
 from recipe.lock import load_lock
 from recipe.patch import Patch
-from recipe.paths import PIN_FILE, STAMP_SOURCE
+from recipe.paths import PIN_FILE, STAMP_SOURCE, cache_dir
 from recipe.pin import Pin, load_pin
 from recipe.series import Sources, check_ownership, load_series, require
 from recipe.wheel import WheelFiles, fetch_wheel, unpack
+
+_DAY_S = 24 * 60 * 60
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,22 @@ def build_tree(
         patches=tuple(patch.name for patch in patches),
         files=(*touched_paths(patches), *added),
     )
+
+
+def patched_tree(flavor: str) -> Path:
+    """Return the patched tree in the cache, made once for each state of the series.
+
+    Trees that were not made within the last day are removed.
+    """
+    path = cache_dir() / "trees" / f"{flavor}-{series_digest()[:16]}"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        for old in path.parent.iterdir():
+            if time.time() - old.stat().st_mtime > _DAY_S:
+                shutil.rmtree(old)
+        print(f"making the patched {flavor} tree in {path} …", file=sys.stderr)
+        build_tree(flavor, path)
+    return path
 
 
 def series_digest(sources: Sources | None = None) -> str:

@@ -47,7 +47,11 @@ def counters(model: Any) -> dict[str, Any]:
         router = getattr(module, "router", None)
         if hasattr(router, "set_capture_fn"):
             layer = module.routed_experts
-            total = torch.zeros(layer.global_num_experts, dtype=torch.int64)
+            total = torch.zeros(
+                layer.global_num_experts,
+                dtype=torch.int64,
+                device=next(layer.parameters()).device,
+            )
 
             def count(ids: Any, total: Any = total) -> None:
                 real = ids.flatten()

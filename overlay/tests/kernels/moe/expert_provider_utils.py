@@ -17,6 +17,8 @@ from vllm.distributed import (
 )
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory, RoutedExperts
+from vllm.platforms import current_platform
+from vllm.v1.worker.workspace import init_workspace_manager
 
 NUM_EXPERTS = 8
 TOP_K = 2
@@ -76,13 +78,17 @@ def single_rank(config: VllmConfig, tmp_path: Path) -> Iterator[None]:
             rank=0,
             local_rank=0,
             distributed_init_method=f"file://{tmp_path}/rendezvous",
-            backend="gloo",
+            backend=current_platform.dist_backend,
         )
         initialize_model_parallel(1, 1)
         if torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()  # the kernel lets only threads that asked use AMX
+        device = torch.device(current_platform.device_type)
+        if current_platform.is_cuda():
+            init_workspace_manager(device)
         try:
-            yield
+            with device:
+                yield
         finally:
             cleanup_dist_env_and_memory()
 
@@ -110,18 +116,34 @@ def build_layer(
 
 
 def fill(layer: RoutedExperts, seed: int = 0) -> None:
-    """Give every expert different weights and biases."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in layer.parameters():
-        values = torch.randn(parameter.shape, generator=generator) * 0.1
+    """Give every expert different weights, scales and biases."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    for name, parameter in layer.named_parameters():
+        shape = parameter.shape
+        if parameter.dtype == torch.uint8:
+            # MXFP4: any nibble is a number; scales are powers of two around 1/64.
+            low, high = (118, 125) if "scale" in name else (0, 256)
+            values = torch.randint(low, high, shape, generator=generator, device="cpu")
+        else:
+            values = torch.randn(shape, generator=generator, device="cpu") * 0.1
         parameter.data.copy_(values.to(parameter.dtype))
+
+
+def routes(
+    layer: RoutedExperts, num_tokens: int, seed: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw tokens `(M, hidden)`, routing weights and ids `(M, top_k)`."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    shape = (num_tokens, layer.hidden_size)
+    x = torch.randn(shape, generator=generator, device="cpu")
+    shape = (num_tokens, layer.global_num_experts)
+    scores = torch.rand(shape, generator=generator, device="cpu")
+    weights, ids = scores.topk(layer.top_k, dim=-1)
+    device = next(layer.parameters()).device
+    ids = ids.to(device, torch.int32)
+    return x.to(device, layer.params_dtype), weights.to(device), ids
 
 
 def run(layer: RoutedExperts, num_tokens: int, seed: int = 1) -> torch.Tensor:
     """Run a layer on random tokens and routes, `(num_tokens, hidden)`."""
-    generator = torch.Generator().manual_seed(seed)
-    dtype = layer.params_dtype
-    x = torch.randn(num_tokens, layer.hidden_size, generator=generator).to(dtype)
-    scores = torch.rand(num_tokens, layer.global_num_experts, generator=generator)
-    weights, ids = scores.topk(layer.top_k, dim=-1)
-    return layer.forward_modular(x, weights, ids.to(torch.int32))
+    return layer.forward_modular(*routes(layer, num_tokens, seed))

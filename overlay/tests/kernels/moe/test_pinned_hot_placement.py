@@ -10,6 +10,7 @@ import pytest
 
 from vllm.model_executor.layers.fused_moe.pinned_hot.placement import (
     RowTensor,
+    hot_budget,
     hot_bytes_per_row,
     page_heat,
     page_runs,
@@ -28,7 +29,7 @@ def random_heat(num_rows, seed):
     counts = [rng.choice((0, 0, 1, 5, 40)) for _ in range(num_rows)]
     ranking = sorted(range(num_rows), key=lambda e: (-counts[e], e))
     total = sum(counts) or 1
-    return row_heat(ranking, [counts[e] / total for e in ranking])
+    return row_heat(ranking, [counts[e] / total for e in ranking], num_rows // 2)
 
 
 def rows_of_page(tensor, page):
@@ -74,24 +75,55 @@ def test_placement_keeps_the_budget_and_the_hottest_pages(
         assert min(kept) >= max(dropped)
 
 
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+@pytest.mark.parametrize("row_bytes", ROW_BYTES)
+@pytest.mark.parametrize("seed", range(3))
+def test_hot_budget_is_every_page_that_a_hot_row_touches(num_rows, row_bytes, seed):
+    rng = random.Random(seed)
+    hot = rng.sample(range(num_rows), rng.randint(0, num_rows))
+    tensors = [RowTensor(num_rows, row_bytes), RowTensor(num_rows, row_bytes + 3)]
+    expected = 0
+    for tensor in tensors:
+        pages = range(tensor.num_pages(PAGE))
+        expected += sum(bool(rows_of_page(tensor, page) & set(hot)) for page in pages)
+    assert hot_budget(tensors, hot, PAGE) == expected * PAGE
+
+
+@pytest.mark.parametrize("row_bytes", ROW_BYTES)
+@pytest.mark.parametrize("hot", (0, 1, 3, 31, 32))
+def test_hot_rows_are_hot_as_a_whole(row_bytes, hot):
+    """With the budget of the cut, no byte of a hot row is cold."""
+    share = sorted((random.Random(row_bytes).random() for _ in range(32)), reverse=True)
+    share = [value / sum(share) for value in share]
+    ranking = random.Random(hot).sample(range(32), 32)
+    tensors = [RowTensor(32, row_bytes), RowTensor(32, row_bytes + 3)]
+    heat = row_heat(ranking, share, hot)
+    budget = hot_budget(tensors, ranking[:hot], PAGE)
+    masks = place_pages(tensors, [heat, heat], budget, PAGE)
+    assert sum(int(mask.sum()) for mask in masks) * PAGE == budget
+    for tensor, mask in zip(tensors, masks, strict=True):
+        per_row = hot_bytes_per_row(tensor, mask, PAGE)
+        assert all(per_row[row] == tensor.row_bytes for row in ranking[:hot])
+
+
 def test_placement_is_global_over_layers():
     """One very hot layer takes the whole budget from a cold one."""
     tensors = [RowTensor(4, PAGE), RowTensor(4, PAGE)]
-    cold = row_heat([0, 1, 2, 3], [0.4, 0.3, 0.2, 0.1])
-    hot = row_heat([0, 1, 2, 3], [0.25] * 4) * 10
+    cold = row_heat([0, 1, 2, 3], [0.4, 0.3, 0.2, 0.1], 0)
+    hot = row_heat([0, 1, 2, 3], [0.25] * 4, 0) * 10
     masks = place_pages(tensors, [cold, hot], 4 * PAGE, PAGE)
     assert [int(mask.sum()) for mask in masks] == [0, 4]
 
 
 def test_ranking_decides_where_the_profile_saw_nothing():
     """An idle layer keeps the first rows of its ranking, not the lowest ids."""
-    heat = row_heat([3, 1, 0, 2], [0.0] * 4)
+    heat = row_heat([3, 1, 0, 2], [0.0] * 4, 0)
     (mask,) = place_pages([RowTensor(4, PAGE)], [heat], 2 * PAGE, PAGE)
     assert mask.tolist() == [False, True, False, True]
 
 
 def test_equal_heat_goes_to_the_lower_page():
-    heat = np.zeros((4, 2), dtype=np.int64)
+    heat = np.zeros((4, 3), dtype=np.int64)
     (mask,) = place_pages([RowTensor(4, PAGE)], [heat], 2 * PAGE, PAGE)
     assert mask.tolist() == [True, True, False, False]
 

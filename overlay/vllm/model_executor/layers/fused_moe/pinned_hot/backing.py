@@ -15,7 +15,7 @@ class PlannedBytes:
     """What a model is going to ask of a backing, in bytes per rank.
 
     Attributes:
-        hot: Bytes of all hot rows.
+        hot: Bytes of all hot pages.
         total: Bytes of all expert rows.
         largest_layer: Bytes of the largest layer's expert tensors.
 

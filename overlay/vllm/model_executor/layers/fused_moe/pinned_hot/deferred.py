@@ -26,19 +26,25 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 
-def defer_loading(layer: "RoutedExperts", names: Iterable[str]) -> None:
+def defer_loading(layer: "RoutedExperts", names: Iterable[str]) -> bool:
     """Take the memory from some of a new layer's parameters until they are read.
 
     Args:
         layer: A layer whose parameters were just created.
         names: Parameters to defer.
 
+    Returns:
+        False if the layer's quantization method had deferred it already.
+
     """
+    if layer.quant_method.uses_meta_device:
+        return False
     for name in names:
         layer.register_parameter(name, to_meta_tensor(getattr(layer, name)))
     # The loader then finishes layers whose checkpoint lacks padding or biases.
     layer.quant_method.uses_meta_device = True
     initialize_online_processing(layer)
+    return True
 
 
 def undo_defer_loading(layer: "RoutedExperts") -> None:

@@ -148,6 +148,11 @@ class LayerMap(_Strict):
         return self
 
     @property
+    def hot_rows(self) -> tuple[int, ...]:
+        """Experts before the cut."""
+        return self.ranking[: self.hot]
+
+    @property
     def expected_cold_share(self) -> float:
         """Share of the layer's selections beyond the cut, 0 to 1."""
         return math.fsum(self.share[self.hot :])

@@ -5,7 +5,8 @@
 An expert tensor is a run of `E` equal rows in one address range; the range is
 backed page by page. Rows and pages do not align, so a page may carry bytes of
 several experts: its heat is the sum of the heat of all experts that overlap it,
-and the hottest pages of all given tensors get the budget.
+and the hottest pages of all given tensors get the budget. `hot_budget` says how much
+that is for a number of rows.
 
 Everything is integer arithmetic, so a placement is the same on every machine.
 """
@@ -64,23 +65,31 @@ class PageRun:
     hot: bool
 
 
-def row_heat(ranking: Sequence[int], share: Sequence[float]) -> npt.NDArray[np.int64]:
-    """Heat of each row of a layer, from the layer's ranking.
+def row_heat(
+    ranking: Sequence[int], share: Sequence[float], hot: int
+) -> npt.NDArray[np.int64]:
+    """Heat of each row of a layer, from the layer's map.
 
     Args:
         ranking: Experts, hottest first: a permutation of 0 … E-1.
         share: Their share of the selections, in the same order.
+        hot: Rows to keep hot: the first of the ranking.
 
     Returns:
-        `(E, 2)` int64: the share in integer steps, then the place in the ranking
-        counted from its cold end. The second decides between equal shares, so
-        that a ranking is obeyed where the profile saw no traffic.
+        `(E, 3)` int64, to be compared column by column: 1 for rows before the cut;
+        the share in integer steps; the place in the ranking counted from its cold
+        end. The first keeps every page of a hot row above pages that only cold
+        rows share, the last obeys the ranking where the profile saw no traffic.
 
     """
     num_rows = len(ranking)
-    heat = np.empty((num_rows, 2), dtype=np.int64)
+    heat = np.empty((num_rows, 3), dtype=np.int64)
     for place, expert in enumerate(ranking):
-        heat[expert] = (round(share[place] * _HEAT_STEPS), num_rows - place)
+        heat[expert] = (
+            place < hot,
+            round(share[place] * _HEAT_STEPS),
+            num_rows - place,
+        )
     return heat
 
 
@@ -91,19 +100,46 @@ def page_heat(
 
     Args:
         tensor: Geometry of the tensor.
-        heat: `(E, 2)` from `row_heat`.
+        heat: `(E, 3)` from `row_heat`.
         page_bytes: Page size in bytes.
 
     Returns:
-        `(num_pages, 2)` int64.
+        `(num_pages, 3)` int64.
 
     """
     start = np.arange(tensor.num_pages(page_bytes), dtype=np.int64) * page_bytes
     end = np.minimum(start + page_bytes, tensor.num_bytes)
     first_row = start // tensor.row_bytes
     last_row = (end - 1) // tensor.row_bytes
-    below = np.concatenate([np.zeros((1, 2), np.int64), np.cumsum(heat, axis=0)])
+    below = np.concatenate([np.zeros_like(heat[:1]), np.cumsum(heat, axis=0)])
     return below[last_row + 1] - below[first_row]
+
+
+def hot_budget(
+    tensors: Sequence[RowTensor], hot_rows: Sequence[int], page_bytes: int
+) -> int:
+    """Bytes of hot memory that keep some rows of each tensor hot as a whole.
+
+    A row's first and last page may carry bytes of its neighbours: a hot row takes
+    them along, or every use of it would read a part from cold memory.
+
+    Args:
+        tensors: Geometry of a layer's tensors.
+        hot_rows: Rows to keep hot.
+        page_bytes: Page size in bytes.
+
+    Returns:
+        Whole pages, in bytes.
+
+    """
+    total = 0
+    rows = np.asarray(hot_rows, dtype=np.int64)
+    for tensor in tensors:
+        touched = np.zeros(tensor.num_pages(page_bytes) + 1, dtype=np.int64)
+        np.add.at(touched, rows * tensor.row_bytes // page_bytes, 1)
+        np.add.at(touched, ((rows + 1) * tensor.row_bytes - 1) // page_bytes + 1, -1)
+        total += int((np.cumsum(touched) > 0).sum()) * page_bytes
+    return total
 
 
 def place_pages(
@@ -116,7 +152,7 @@ def place_pages(
 
     Args:
         tensors: Geometry of each tensor; they may belong to several layers.
-        heats: For each tensor the `(E, 2)` heat of its rows.
+        heats: For each tensor the `(E, 3)` heat of its rows.
         budget_bytes: Hot memory to use. Rounded up to a whole page, since a
             budget of all bytes must hold a tensor whose last page is partial.
         page_bytes: Page size in bytes.
@@ -135,9 +171,9 @@ def place_pages(
         budget_pages = sum(counts)
     else:
         budget_pages = min(cdiv(budget_bytes, page_bytes), sum(counts))
-    heat = np.concatenate(per_tensor) if per_tensor else np.empty((0, 2), np.int64)
+    heat = np.concatenate(per_tensor) if per_tensor else np.empty((0, 3), np.int64)
     # lexsort is stable and takes its last key first
-    hottest = np.lexsort((-heat[:, 1], -heat[:, 0]))[:budget_pages]
+    hottest = np.lexsort(-heat[:, ::-1].T)[:budget_pages]
     hot = np.zeros(sum(counts), dtype=np.bool_)
     hot[hottest] = True
     return np.split(hot, np.cumsum(counts)[:-1]) if counts else []

@@ -43,12 +43,13 @@ from vllm.model_executor.layers.fused_moe.pinned_hot.map_file import (
 from vllm.model_executor.layers.fused_moe.pinned_hot.placement import (
     PageMask,
     RowTensor,
+    hot_budget,
     hot_bytes_per_row,
     place_pages,
     row_heat,
 )
 from vllm.model_executor.layers.fused_moe.pinned_hot.tensors import (
-    expert_tensor_names,
+    expert_tensors,
     row_tensor,
     why_not_rows,
 )
@@ -208,11 +209,10 @@ class PinnedHotProvider(ExpertWeightProvider):
             file_backing(config.expert_cold_dir).validate()
 
     def stage(self, layer: "RoutedExperts") -> None:
-        names = expert_tensor_names(layer)
+        names = expert_tensors(layer)
         if names is None or not self._map.names(self.layer_name):
             return  # `bind` refuses the layer or leaves it resident
-        defer_loading(layer, names.rows)
-        self.deferred = True
+        self.deferred = defer_loading(layer, names.rows)
 
     @classmethod
     def bind(
@@ -247,15 +247,15 @@ class PinnedHotProvider(ExpertWeightProvider):
         for name, layer in layers.items():
             assert isinstance(layer.expert_provider, cls)
             layer.expert_provider._entry = entries[name]
-        planned = _plan_bytes(layers, entries)
         backing = _backing(vllm_config.offload_config.experts)
+        planned = _plan_bytes(layers, entries, backing.page_bytes)
         backing.check(planned, vllm_config.parallel_config.world_size)
 
     def check(self, layer: "RoutedExperts") -> str | None:
         return why_not_rows(layer)
 
     def attach(self, layer: "RoutedExperts") -> None:
-        names = expert_tensor_names(layer)
+        names = expert_tensors(layer)
         assert names is not None and self._entry is not None
         parameters = {name: getattr(layer, name) for name in names.rows}
         if self._homes == {name: p.data_ptr() for name, p in parameters.items()}:
@@ -264,8 +264,8 @@ class PinnedHotProvider(ExpertWeightProvider):
             raise ValueError(f"{self.layer_name}: after post-processing, {reason}")
         entry, backing = self._entry, self._backing
         tensors = [row_tensor(parameter) for parameter in parameters.values()]
-        heat = row_heat(entry.ranking, entry.share)
-        budget = entry.hot * sum(tensor.row_bytes for tensor in tensors)
+        heat = row_heat(entry.ranking, entry.share, entry.hot)
+        budget = hot_budget(tensors, entry.hot_rows, backing.page_bytes)
         masks = place_pages(tensors, [heat] * len(tensors), budget, backing.page_bytes)
         ranges = [
             backing.build(parameter.data, mask, f"{self.layer_name}.{name}")
@@ -319,15 +319,17 @@ def _leave_resident(layer: "RoutedExperts") -> None:
 
 
 def _plan_bytes(
-    layers: "dict[str, RoutedExperts]", entries: Mapping[str, LayerMap]
+    layers: "dict[str, RoutedExperts]",
+    entries: Mapping[str, LayerMap],
+    page_bytes: int,
 ) -> PlannedBytes:
     hot = total = largest = 0
     for name, layer in layers.items():
-        names = expert_tensor_names(layer)
+        names = expert_tensors(layer)
         assert names is not None
-        tensors = [row_tensor(getattr(layer, tensor)) for tensor in names.rows]
+        tensors = [row_tensor(getattr(layer, x), names.bits) for x in names.rows]
         num_bytes = sum(tensor.num_bytes for tensor in tensors)
         total += num_bytes
         largest = max(largest, num_bytes)
-        hot += entries[name].hot * sum(tensor.row_bytes for tensor in tensors)
+        hot += hot_budget(tensors, entries[name].hot_rows, page_bytes)
     return PlannedBytes(hot=hot, total=total, largest_layer=largest)

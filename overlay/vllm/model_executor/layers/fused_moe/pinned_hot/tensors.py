@@ -12,39 +12,54 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.model_executor.layers.fused_moe.pinned_hot.placement import RowTensor
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
-    UnquantizedFusedMoEMethod,
-)
+from vllm.utils.math_utils import cdiv
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 
 @dataclass(frozen=True)
-class ExpertTensorNames:
+class ExpertTensors:
     """Expert-indexed parameters of a quantization method's layers.
 
     Attributes:
+        small: `(E, …)` tensors that stay where they were loaded: scales and biases.
+        kernels: Experts classes the method was shown to be exact with.
+        bits: Bits of a weight after post-processing, for methods that quantize
+            while loading; None where the parameters are created as they stay.
         rows: `(E, …)` weights whose rows are placed page by page.
-        small: `(E, …)` tensors too small to be worth placing; they stay where
-            they were loaded.
 
     """
 
-    rows: tuple[str, ...]
-    small: tuple[str, ...] = ()
+    small: tuple[str, ...]
+    kernels: tuple[str, ...]
+    bits: int | None = None
+    rows: tuple[str, ...] = ("w13_weight", "w2_weight")
 
 
-_BY_METHOD: dict[type, ExpertTensorNames] = {
-    UnquantizedFusedMoEMethod: ExpertTensorNames(
-        rows=("w13_weight", "w2_weight"), small=("w13_bias", "w2_bias")
+_BIASES = ("w13_bias", "w2_bias")
+_SCALES = (*_BIASES, "w13_weight_scale", "w2_weight_scale")
+_BLOCK_SCALES = (*_BIASES, "w13_weight_scale_inv", "w2_weight_scale_inv")
+_INT8_SCALES = (*_BIASES, "w13_scale", "w2_scale")
+_TRITON = ("TritonExperts",)
+_CPU = ("CPUUnquantizedExperts", "X86CPUUnquantizedExperts")
+
+# A pair is listed once its layers were equal, bit for bit, to the resident ones
+# (tests/kernels/moe/test_pinned_hot_cuda.py and test_pinned_hot_provider.py).
+_BY_METHOD: dict[str, ExpertTensors] = {
+    "UnquantizedFusedMoEMethod": ExpertTensors(_BIASES, _TRITON + _CPU),
+    "Fp8PerTensorOnlineMoEMethod": ExpertTensors(_SCALES, _TRITON, bits=8),
+    "Fp8PerBlockOnlineMoEMethod": ExpertTensors(_BLOCK_SCALES, _TRITON, bits=8),
+    "Fp8PtpcOnlineMoEMethod": ExpertTensors(
+        _SCALES, ("TritonOrCutlassExperts",), bits=8
     ),
+    "Int8OnlineMoEMethod": ExpertTensors(_INT8_SCALES, _TRITON, bits=8),
 }
 
 
-def expert_tensor_names(layer: "RoutedExperts") -> ExpertTensorNames | None:
+def expert_tensors(layer: "RoutedExperts") -> ExpertTensors | None:
     """The layer's expert tensors, or None for an unknown quantization method."""
-    return _BY_METHOD.get(type(layer.quant_method))
+    return _BY_METHOD.get(type(layer.quant_method).__name__)
 
 
 def why_not_rows(layer: "RoutedExperts") -> str | None:
@@ -54,12 +69,16 @@ def why_not_rows(layer: "RoutedExperts") -> str | None:
             f"{fused} shared experts are fused into its tensors and an expert map "
             "ranks routed experts only"
         )
-    names = expert_tensor_names(layer)
+    names = expert_tensors(layer)
     if names is None:
-        known = ", ".join(sorted(cls.__name__ for cls in _BY_METHOD))
         return (
             f"quantization method {type(layer.quant_method).__name__} has not been "
-            f"shown to be exact with re-homed weights (shown: {known})"
+            f"shown to be exact with re-homed weights (shown: {', '.join(_BY_METHOD)})"
+        )
+    if (kernel := _kernel_name(layer)) not in names.kernels:
+        return (
+            f"{type(layer.quant_method).__name__} on {kernel} has not been shown to be "
+            f"exact with re-homed weights (shown: {', '.join(names.kernels)})"
         )
     present = dict(layer.named_parameters())
     for name in names.rows:
@@ -88,6 +107,15 @@ def why_not_rows(layer: "RoutedExperts") -> str | None:
     return None
 
 
+def _kernel_name(layer: "RoutedExperts") -> str:
+    """Name of the layer's experts class, chosen before weights are loaded."""
+    kernel = getattr(layer.quant_method, "moe_kernel", None)
+    if kernel is not None:
+        return type(kernel.fused_experts).__name__
+    chosen = getattr(layer.quant_method, "experts_cls", None)
+    return "no modular kernel" if chosen is None else chosen.__name__
+
+
 def _why_not_row_tensor(tensor: torch.Tensor, num_rows: int) -> str | None:
     if tensor.dim() < 2 or tensor.shape[0] != num_rows:
         return f"has shape {tuple(tensor.shape)}, not ({num_rows}, …)"
@@ -96,8 +124,12 @@ def _why_not_row_tensor(tensor: torch.Tensor, num_rows: int) -> str | None:
     return None
 
 
-def row_tensor(tensor: torch.Tensor) -> RowTensor:
+def row_tensor(tensor: torch.Tensor, bits: int | None = None) -> RowTensor:
     """Geometry of a contiguous `(E, …)` tensor.
+
+    Args:
+        tensor: The tensor; it may be on the meta device.
+        bits: Bits of an element if not those of the tensor's dtype.
 
     Raises:
         ValueError: Its rows are not runs of bytes one after the other.
@@ -105,5 +137,6 @@ def row_tensor(tensor: torch.Tensor) -> RowTensor:
     """
     if reason := _why_not_row_tensor(tensor, tensor.shape[0] if tensor.dim() else 0):
         raise ValueError(f"expert tensor {reason}")
-    row_bytes = tensor.numel() // tensor.shape[0] * tensor.element_size()
+    row_bits = tensor.numel() // tensor.shape[0] * (bits or tensor.element_size() * 8)
+    row_bytes = cdiv(row_bits, 8)
     return RowTensor(num_rows=tensor.shape[0], row_bytes=row_bytes)

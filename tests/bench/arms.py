@@ -1,0 +1,275 @@
+"""Serving speed of pinned_hot against resident and positional placement, A/B/A.
+
+    python tests/bench/arms.py --shape ancestor --layers 10 --out receipt.json
+
+Every arm has its own process, the same commit, the same KV pool, the same routes and
+full CUDA graphs. Resident runs first and last. The receipt has the arms with their
+bytes and counts, the spread, and flat ratios; a ratio above 1 is better.
+"""
+
+import argparse
+import datetime
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ARM = Path(__file__).with_name("arm.py")
+# Expert geometry, attention and routing of the shapes; weights are random.
+SHAPES: dict[str, dict[str, Any]] = {
+    "ancestor": {
+        "hidden_size": 5120,
+        "moe_intermediate_size": 2304,
+        "num_experts": 384,
+        "num_experts_per_tok": 6,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "quantization": "mxfp4",
+        "bits": 4,
+        "hot": 295,
+        "layers": 10,
+    },
+    "qwen3-30b-a3b": {
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "quantization": None,
+        "bits": 16,
+        "hot": 98,
+        "layers": 48,
+    },
+}
+STREAMS = (1, 8, 16)
+COLD_SHARE = 0.0175
+FOREIGN_SHARE = 0.11
+TOKENS = (16, 80)
+KV_BYTES = 2 << 30
+
+
+def model_config(shape: dict[str, Any], layers: int) -> dict[str, Any]:
+    """HF config of a Qwen3-MoE of the given shape."""
+    names = (
+        "hidden_size",
+        "moe_intermediate_size",
+        "num_experts",
+        "num_experts_per_tok",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
+    return {name: shape[name] for name in names} | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "dtype": "bfloat16",
+        "vocab_size": 1024,
+        "intermediate_size": 1024,
+        "head_dim": 128,
+        "num_hidden_layers": layers,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    }
+
+
+def scattered(count: int, experts: int, offset: int) -> list[int]:
+    """Pick distinct expert ids that are no run of neighbours."""
+    stride = next(s for s in (61, 53, 47, 43) if experts % s)
+    return sorted((offset + stride * i) % experts for i in range(count))
+
+
+def expert_map(
+    shape: dict[str, Any], layers: int, cold: list[int], hot: int
+) -> dict[str, Any]:
+    """A map that ranks the given experts last."""
+    experts = shape["num_experts"]
+    ranking = [e for e in range(experts) if e not in set(cold)] + cold
+    kept = experts - len(cold)
+    share = [(1 - COLD_SHARE) / kept] * kept + [COLD_SHARE / len(cold)] * len(cold)
+    entry = {"ranking": ranking, "share": share, "hot": hot}
+    return {
+        "format": "vllm-expert-map",
+        "version": 1,
+        "fingerprint": {
+            "architecture": "Qwen3MoeForCausalLM",
+            "num_experts": experts,
+            "top_k": shape["num_experts_per_tok"],
+            "hidden_size": shape["hidden_size"],
+            "moe_intermediate_size": shape["moe_intermediate_size"],
+            "num_moe_layers": layers,
+            "quantization": shape["quantization"],
+        },
+        "layers": {f"model.layers.{i}.mlp.experts": entry for i in range(layers)},
+        "profiles": [],
+        "expected_cold_share": COLD_SHARE,
+    }
+
+
+def run_arm(job: dict[str, Any], folder: Path, limit_s: float) -> dict[str, Any]:
+    """Run one arm and return its result."""
+    job = job | {"result": str(folder / "result.json")}
+    log = folder / f"{job['arm']}.log"
+    with log.open("a") as file:
+        status = subprocess.run(
+            [sys.executable, str(ARM)],
+            input=json.dumps(job),
+            text=True,
+            stdout=file,
+            stderr=file,
+            timeout=limit_s,
+        ).returncode
+    if status:
+        sys.exit(f"arm {job['arm']} failed:\n{log.read_text()[-4000:]}")
+    result: dict[str, Any] = json.loads(Path(job["result"]).read_text())
+    print(
+        f"{job['arm']:>10}: load {result['load_s']:.0f} s, "
+        + ", ".join(
+            f"C{c} {step['median']:.3f} ms" for c, step in result["steps_ms"].items()
+        )
+        + f", hot {result['hot_bytes'] / 2**30:.1f} GiB, "
+        f"cold {result['cold_bytes'] / 2**30:.1f} GiB",
+        flush=True,
+    )
+    return result
+
+
+def ratios(arms: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    """Speed ratios of arms, what_over_what_cN; empty without a resident arm."""
+
+    def step(arm: str, streams: int) -> float:
+        runs = [run["steps_ms"][str(streams)]["median"] for run in arms[arm]]
+        return statistics.mean(runs)
+
+    found: dict[str, float] = {}
+    if "resident" not in arms:
+        return found
+    for streams in STREAMS:
+        resident = step("resident", streams)
+        for arm in ("all_hot", "matched", "positional", "foreign"):
+            if arm in arms:
+                name = f"{arm}_over_resident_c{streams}"
+                found[name] = resident / step(arm, streams)
+        for arm in ("matched", "foreign"):
+            if arm in arms and "positional" in arms:
+                name = f"{arm}_over_positional_c{streams}"
+                found[name] = step("positional", streams) / step(arm, streams)
+        first, last = arms["resident"][0], arms["resident"][-1]
+        found[f"resident_last_over_first_c{streams}"] = (
+            first["steps_ms"][str(streams)]["median"]
+            / last["steps_ms"][str(streams)]["median"]
+        )
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def check_path_ran(arms: dict[str, list[dict[str, Any]]]) -> None:
+    """Refuse a measurement in which the arms did not differ."""
+    for run in arms["matched"]:
+        for streams, served in run["served"].items():
+            if not served["hot"] or not served["cold"]:
+                sys.exit(f"matched, C{streams}: no {served} rows of one kind served")
+        if not run["hot_bytes"] or not run["cold_bytes"]:
+            sys.exit("matched: one kind of memory is empty")
+    if arms["resident"][0]["cold_bytes"] or arms["all_hot"][0]["cold_bytes"]:
+        sys.exit("an arm that should be resident has cold bytes")
+
+
+def hardware() -> dict[str, str]:
+    """The GPU and its driver, as nvidia-smi names them."""
+    names = ("name", "driver_version", "pcie.link.gen.max", "pcie.link.width.max")
+    query = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
+    line = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()[0]
+    return dict(zip(names, (x.strip() for x in line.split(",")), strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--arms", default="resident,all_hot,matched,positional,foreign")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--commit", default="", help="commit of the series")
+    parser.add_argument("--limit-s", type=float, default=300, help="for one arm")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    shape = SHAPES[args.shape]
+    layers = args.layers or shape["layers"]
+    experts, hot = shape["num_experts"], shape["hot"]
+    config = model_config(shape, layers)
+    traffic_cold = scattered(experts - hot, experts, 5)
+    used = [e for e in range(experts) if e not in set(traffic_cold)]
+    # A map of other traffic keeps some experts cold that this traffic uses.
+    wrong = round(FOREIGN_SHARE * hot)
+    foreign_cold = sorted(traffic_cold[wrong:] + used[:: hot // wrong][:wrong])
+    row = 3 * shape["hidden_size"] * shape["moe_intermediate_size"] * shape["bits"] // 8
+    engine = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 512,
+        "max_num_seqs": 16,
+        "kv_cache_memory_bytes": KV_BYTES,
+        "gpu_memory_utilization": 0.9,
+        "enable_prefix_caching": False,
+        "quantization": shape["quantization"],
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": list(STREAMS),
+        },
+    }
+    arms: dict[str, list[dict[str, Any]]] = {}
+    receipt: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "commit": args.commit,
+        "command": " ".join(["python", "tests/bench/arms.py", *sys.argv[1:]]),
+        "hardware": hardware(),
+        "shape": args.shape,
+        "layers": layers,
+        "config": config,
+        "engine": engine,
+        "cold_share_of_traffic": COLD_SHARE,
+    }
+    with tempfile.TemporaryDirectory(prefix="arms-") as name:
+        folder = Path(name)
+        (folder / "model").mkdir()
+        (folder / "model/config.json").write_text(json.dumps(config))
+        wanted = args.arms.split(",")
+        for arm in [*wanted, *(["resident"] if "resident" in wanted else [])]:
+            job = {
+                "arm": arm,
+                "model": str(folder / "model"),
+                "config": config,
+                "engine": dict(engine),
+                "traffic_cold": traffic_cold,
+                "map_cold": foreign_cold if arm == "foreign" else traffic_cold,
+                "cold_share": COLD_SHARE,
+                "positional_bytes": row * (experts - hot) * layers,
+                "streams": STREAMS,
+                "tokens": TOKENS,
+                "repeats": args.repeats,
+            }
+            if arm in ("all_hot", "matched", "foreign"):
+                cut = experts if arm == "all_hot" else hot
+                path = folder / f"{arm}.json"
+                made = expert_map(shape, layers, job["map_cold"], cut)
+                path.write_text(json.dumps(made))
+                job["engine"] |= {
+                    "expert_provider": "pinned_hot",
+                    "expert_map": str(path),
+                }
+            elif arm == "positional":
+                job["engine"]["expert_provider"] = "positional"
+            arms.setdefault(arm, []).append(run_arm(job, folder, args.limit_s))
+            # After every arm, so that what was measured survives a time limit.
+            receipt |= {"arms": arms, "ratios": ratios(arms)}
+            args.out.write_text(json.dumps(receipt, indent=1) + "\n")
+    print(json.dumps(receipt["ratios"], indent=1))
+    if {"matched", "resident", "all_hot"} <= arms.keys():
+        check_path_ran(arms)
+
+
+if __name__ == "__main__":
+    main()

@@ -19,6 +19,7 @@ VERBS = {
     "test": "recipe.testing",
     "refresh": "recipe.refresh",
     "series": "recipe.series",
+    "receipts": "recipe.receipts",
 }
 
 

@@ -1,0 +1,129 @@
+"""The README's table of measurements, generated from ``recipe/receipts``."""
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from recipe.errors import RecipeError
+from recipe.paths import ROOT
+
+RECEIPTS = ROOT / "recipe" / "receipts"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- receipts: begin -->", "<!-- receipts: end -->"
+RATIO = re.compile(r"(\w+?_over_\w+?|\w+?_of_bound|\w+?_tax)(?:_c(\d+))?")
+CASE_FIELDS = ("kernel", "quantization", "dtype", "mode")
+REQUIRED = ("date", "commit", "command", "hardware")
+
+
+def load_receipts(folder: Path = RECEIPTS) -> dict[str, dict[str, Any]]:
+    """Read every receipt.
+
+    Raises:
+        RecipeError: One is no JSON object or lacks a required field.
+    """
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            receipt = json.loads(path.read_text())
+        except ValueError as error:
+            raise RecipeError(
+                f"{path}: not valid JSON: {error}; write it again"
+            ) from None
+        missing = [field for field in REQUIRED if field not in receipt]
+        if missing:
+            raise RecipeError(f"{path}: field {missing[0]!r} is missing; add it")
+        for name in receipt.get("ratios", {}):
+            if not RATIO.fullmatch(name):
+                raise RecipeError(
+                    f"{path}: ratios: {name!r} is not like "
+                    "what_over_what or what_over_what_cN; rename it"
+                )
+        found[path.stem] = receipt
+    return found
+
+
+def _title(name: str, receipt: dict[str, Any]) -> str:
+    title = f"[{name}](recipe/receipts/{name}.json), {receipt['hardware']['name']}"
+    if "shape" in receipt:
+        experts = receipt["config"]["num_experts"]
+        title += f", {receipt['layers']} layers of {experts} experts"
+    return title
+
+
+def _ratio_table(ratios: dict[str, float]) -> list[str]:
+    """One row for what is compared, one column for each number of streams."""
+    cells: dict[str, dict[int, float]] = {}
+    for name, value in ratios.items():
+        what, streams = RATIO.fullmatch(name).groups()  # type: ignore[union-attr]
+        cells.setdefault(what, {})[int(streams or 0)] = value
+    columns = sorted({streams for row in cells.values() for streams in row})
+    lines = [
+        "| ratio | " + " | ".join(f"C{c}" if c else "–" for c in columns) + " |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    for what, row in cells.items():
+        values = (f"{row[c]:.2f}" if c in row else "–" for c in columns)
+        lines.append(f"| `{what}` | " + " | ".join(values) + " |")
+    return lines
+
+
+def _parity_table(cases: list[dict[str, Any]]) -> list[str]:
+    lines = ["| case | result |", "|---|---|"]
+    for case in cases:
+        verdict = case.get("equal", case.get("tokens_equal"))
+        words = [str(case[key]) for key in CASE_FIELDS if case.get(key)]
+        words += ["bias"] if case.get("bias") else []
+        shown = {True: "equal", False: "differs", None: "not shown"}[verdict]
+        lines.append(f"| {', '.join(words)} | {shown} |")
+    return lines
+
+
+def render(receipts: dict[str, dict[str, Any]]) -> str:
+    """Render one table a receipt, leaving out superseded ones."""
+    blocks = []
+    for name, receipt in receipts.items():
+        if "superseded_by" in receipt:
+            continue
+        lines = [f"**{_title(name, receipt)}**", ""]
+        if receipt.get("ratios"):
+            lines += _ratio_table(receipt["ratios"])
+        if receipt.get("parity"):
+            lines += _parity_table(receipt["parity"])
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def fill(readme: str, table: str) -> str:
+    """Put the table between the README's markers.
+
+    Raises:
+        RecipeError: The markers are missing.
+    """
+    pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
+    if not pattern.search(readme):
+        raise RecipeError(f"README.md: no {BEGIN} … {END}; restore the markers")
+    return pattern.sub(lambda _: f"{BEGIN}\n{table}\n{END}", readme)
+
+
+def _run(args: argparse.Namespace) -> int:
+    old = README.read_text()
+    new = fill(old, render(load_receipts()))
+    if args.check:
+        if old != new:
+            raise RecipeError(
+                "README.md is behind its receipts; run ./build.sh receipts"
+            )
+        return 0
+    README.write_text(new)
+    return 0
+
+
+def add_parser(
+    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
+) -> None:
+    """Add the verb ``receipts``."""
+    parser = subparsers.add_parser("receipts", help="write the README's measurements")
+    parser.add_argument("--check", action="store_true", help="only compare")
+    parser.set_defaults(run=_run)

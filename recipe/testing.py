@@ -29,6 +29,7 @@ class Step:
         paths: What to collect, relative to ``where``.
         marker: Marker expression.
         where: Makes or finds the directory to run in.
+        workers: Processes that share the test files between them.
     """
 
     title: str
@@ -36,6 +37,7 @@ class Step:
     paths: tuple[str, ...]
     marker: str
     where: Callable[[], Path] = lambda: ROOT
+    workers: int = 1
 
 
 def _tools() -> Path:
@@ -55,13 +57,14 @@ TIERS: dict[str, tuple[Step, ...]] = {
         Step("series and tooling", _tools, ("tests/series", "tests/demo"), _OTHERS),
     ),
     "cpu": (
-        Step("the CPU engine", _cpu, ("tests",), "cpu"),
+        Step("the CPU engine", _cpu, ("tests",), "cpu", workers=2),
         Step(
             "upstream-bound tests in the patched tree",
             _cpu,
             ("tests",),
             "not gpu and not sm100",
             lambda: patched_tree("cpu"),
+            workers=2,
         ),
     ),
     "image": (Step("images", _tools, ("tests/image",), "image"),),
@@ -109,6 +112,8 @@ def run_step(step: Step, extra: Sequence[str], report: Path) -> int:
     command = [str(python), "-B", "-m", "pytest", "-p", "no:cacheprovider"]
     command += [f"--config-file={ROOT / 'pyproject.toml'}", f"--rootdir={where}"]
     command += [f"--junitxml={report}", "-m", step.marker, *step.paths, *extra]
+    if step.workers > 1:
+        command += [f"--numprocesses={step.workers}", "--dist=loadfile"]
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     if where != ROOT:
         env["PYTHONPATH"] = str(where)

@@ -92,13 +92,21 @@ def load(config, kind):
     return layer
 
 
-def outputs(layer):
-    """Outputs for every batch size, and for a batch whose tail is padding."""
+def outputs(layer, holes):
+    """Outputs for every batch size, and for a batch whose tail is padding.
+
+    Args:
+        layer: The layer to run.
+        holes: Also give one slot of a real token the id -1, which not every kernel
+            defines.
+
+    """
     # The output may be a view of a workspace that the next call overwrites.
     found = [run(layer, m).clone() for m in TOKENS]
     x, weights, ids = routes(layer, 64)
     ids[40:] = -1
-    ids[3, 1] = -1
+    if holes:
+        ids[3, 1] = -1
     # Only the rows of real tokens: what a kernel writes for padding is undefined.
     found.append(layer.forward_modular(x, weights, ids)[:40].clone())
     return found
@@ -125,7 +133,8 @@ def test_layer_is_bit_identical(tmp_path, kind, monkeypatch):
     stock = engine_config(model, **options)
     with single_rank(stock, tmp_path):
         reference = load(stock, kind)
-        expected = outputs(reference)
+        holes = "marlin" not in kind
+        expected = outputs(reference, holes)
         assert all(output.isfinite().all() for output in expected), kind
         tensors = {n: p.data.clone() for n, p in reference.named_parameters()}
         del reference
@@ -151,7 +160,7 @@ def test_layer_is_bit_identical(tmp_path, kind, monkeypatch):
                     same = found.view(torch.uint8) == tensor.view(torch.uint8)
                     assert found.shape == tensor.shape and bool(same.all())
                 for number, (got, want) in enumerate(
-                    zip(outputs(layer), expected, strict=True)
+                    zip(outputs(layer, holes), expected, strict=True)
                 ):
                     assert torch.equal(got, want), (kind, hot, number)
                 del layer, parameters, found, same

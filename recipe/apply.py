@@ -30,26 +30,6 @@ class PinFiles(Protocol):
         """Return the permission bits of one file."""
 
 
-class DirectoryFiles:
-    """The files below a directory, such as an installed site-packages."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.label = str(root)
-
-    def has(self, name: str) -> bool:
-        """Tell whether there is such a file."""
-        return (self.root / name).is_file()
-
-    def read(self, name: str) -> bytes:
-        """Return the bytes of one file."""
-        return (self.root / name).read_bytes()
-
-    def mode(self, name: str) -> int:
-        """Return the permission bits of one file."""
-        return (self.root / name).stat().st_mode & 0o777
-
-
 def sha256(data: bytes) -> str:
     """Return the sha256 in hex."""
     return hashlib.sha256(data).hexdigest()

@@ -22,13 +22,13 @@ from recipe.engine import (
     Docker,
     Engine,
     Mount,
-    apt_install,
     host_platform,
 )
 from recipe.env import INSTALLER, locked
 from recipe.errors import RecipeError
 from recipe.paths import ROOT, cache_dir
 from recipe.pin import Flavor, load_pin
+from recipe.system import apt_install
 from recipe.wheel import fetch_wheel
 
 RECIPE = ROOT / "recipe" / "base"

@@ -573,16 +573,16 @@ def run_demo(python: Path, tree: Path, work: Path, dtype: str) -> dict[str, Any]
 
 def _image_lines() -> list[str]:
     """Build the CPU image where an engine works; return what to tell about it."""
+    flavor = load_pin().flavor("cpu")
     try:
         engine = pick_engine()
+        _say(f"building the image with {engine.name}")
+        result = build_image(engine, flavor)
     except RecipeError as error:
         return [
             f"image       not built: {error}",
             "            Then: ./build.sh image --flavor cpu",
         ]
-    flavor = load_pin().flavor("cpu")
-    _say(f"building the image with {engine.name}")
-    result = build_image(engine, flavor)
     return [
         f"image       {result.tag} (in {engine.name})",
         f"            {run_command(engine, flavor, result.tag)}",
@@ -627,6 +627,7 @@ def _run(args: argparse.Namespace) -> int:
             *("env", f"PYTHONPATH={tree}", "VLLM_CPU_KVCACHE_SPACE=1", str(python)),
             *("-m", "vllm.entrypoints.cli.main", "serve", str(FIXTURE)),
             *("--expert-provider=pinned_hot", f"--expert-map={result['map']}"),
+            *(f"--expert-cold-dir={work}", "--enforce-eager"),
         ]
     )
     print(f"serve       {serve_again}")

@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 from recipe.errors import RecipeError
+from recipe.system import apt_install, is_debian_root
 
 # Bit of CAP_SYS_RESOURCE in CapEff, from linux/capability.h.
 CAP_SYS_RESOURCE = 24
@@ -487,26 +488,9 @@ def pick_engine(wanted: str | None = None, install: bool = False) -> Engine:
         reasons[engine.name] = reason
     choice = wanted or "podman"
     command = INSTALL_COMMANDS[choice]
-    if install and reasons[choice] == MISSING and _is_debian_root():
+    if install and reasons[choice] == MISSING and is_debian_root():
         apt_install(command)
         return pick_engine(choice)
     told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     also = ", or as root let --install-deps run it" if not install else ""
     raise RecipeError(f"no container engine works here ({told}). Run: {command}{also}")
-
-
-def apt_install(command: str) -> None:
-    """Run an ``apt-get install`` command after refreshing the package lists.
-
-    Raises:
-        RecipeError: It failed.
-    """
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for step in (["apt-get", "update", "-qq"], command.split()):
-        print(f"running {' '.join(step)}", file=sys.stderr, flush=True)
-        if subprocess.run(step, env=environment, stdout=sys.stderr).returncode:
-            raise RecipeError(f"{' '.join(step)} failed; its own message is above")
-
-
-def _is_debian_root() -> bool:
-    return os.geteuid() == 0 and shutil.which("apt-get") is not None

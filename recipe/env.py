@@ -14,13 +14,11 @@ from pathlib import Path
 from recipe.errors import RecipeError
 from recipe.paths import ROOT, cache_dir
 from recipe.pin import Flavor, load_pin
+from recipe.system import CPU_ENGINE, require_packages
 from recipe.wheel import fetch_wheel
 
 INSTALLER = ROOT / "recipe" / "inside" / "install.py"
 READY = ".ready.json"
-
-# What tests that run beside the engine need on top of pyproject's dependencies.
-TEST_EXTRAS = ("hypothesis",)
 
 
 def env_dir(flavor: Flavor) -> Path:
@@ -34,9 +32,9 @@ def env_dir(flavor: Flavor) -> Path:
 
 
 def test_requirements() -> list[str]:
-    """Return what the tests need, from ``pyproject.toml`` and :data:`TEST_EXTRAS`."""
+    """Return what the tests need: the dependencies of ``pyproject.toml``."""
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    return [*table["project"]["dependencies"], *TEST_EXTRAS]
+    return list(table["project"]["dependencies"])
 
 
 def install_command(
@@ -78,6 +76,8 @@ def ensure_env(
         RecipeError: ``where`` holds something else, or a step failed.
     """
     build = load_pin().flavor(flavor)
+    if flavor == "cpu":
+        require_packages(CPU_ENGINE)
     directory = (where or env_dir(build)).absolute()
     python = directory / "bin" / "python"
     extras = test_requirements() if with_tests else []

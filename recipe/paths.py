@@ -4,8 +4,6 @@ import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PATCHES = ROOT / "patches"
-OVERLAY = ROOT / "overlay"
 PIN_FILE = ROOT / "recipe" / "pin.toml"
 STAMP_SOURCE = ROOT / "recipe" / "stamp" / "vllm_pinned_hot_overlay"
 

@@ -48,7 +48,8 @@ def _title(name: str, receipt: dict[str, Any]) -> str:
     title = f"[{name}](recipe/receipts/{name}.json), {receipt['hardware']['name']}"
     if "shape" in receipt:
         experts = receipt["config"]["num_experts"]
-        title += f", {receipt['layers']} layers of {experts} experts"
+        quantization = receipt["engine"]["quantization"] or "bfloat16"
+        title += f", {receipt['layers']} layers of {experts} experts, {quantization}"
     return title
 
 
@@ -87,6 +88,8 @@ def render(receipts: dict[str, dict[str, Any]]) -> str:
         if "superseded_by" in receipt:
             continue
         lines = [f"**{_title(name, receipt)}**", ""]
+        if "note" in receipt:
+            lines += [receipt["note"], ""]
         if receipt.get("ratios"):
             lines += _ratio_table(receipt["ratios"])
         if receipt.get("parity"):

@@ -50,7 +50,7 @@ def _download(flavor: Flavor, wheel: Path) -> None:
         command += ["--only-binary=:all:", f"--platform={platform}", f"--abi={abi}"]
         command += [f"--python-version={flavor.base_python}", f"--dest={partial}"]
         command += [f"{flavor.package}=={load_pin().version}"]
-        status = subprocess.run(command).returncode
+        status = subprocess.run(command, stdout=sys.stderr).returncode
         names = sorted(os.listdir(partial))
         if status or names != [flavor.wheel]:
             raise RecipeError(

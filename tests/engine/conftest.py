@@ -93,12 +93,12 @@ def generate(tmp_path: Path, prompts: list[str]) -> Iterator[Engine]:
             timeout=900,
             preexec_fn=preexec,
         )
-        output = process.stdout[-6000:] + process.stderr[-6000:]
+        output = process.stdout + process.stderr
         if refused:
             return Run(process.returncode, output)
-        assert process.returncode == 0, output
+        assert process.returncode == 0, output[-12000:]
         answer = json.loads(result.read_text())
         result.unlink()
-        return answer | {"log": process.stdout + process.stderr}
+        return answer | {"log": output}
 
     yield run

@@ -31,10 +31,10 @@ def residency(model: Any) -> list[dict[str, int]]:
     return found
 
 
-def private_bytes() -> int:
-    """Private writable memory of the process, what RLIMIT_DATA limits."""
+def status_bytes(field: str) -> int:
+    """A size from the process's status, such as VmData, which RLIMIT_DATA limits."""
     with open("/proc/self/status") as file:
-        line = next(line for line in file if line.startswith("VmData:"))
+        line = next(line for line in file if line.startswith(field + ":"))
     return int(line.split()[1]) * 1024
 
 
@@ -93,7 +93,8 @@ def main() -> None:
             llm.collective_rpc("reload_weights")
         elif step == "residency":
             result["residency"] = llm.apply_model(residency)[0]
-    result["data_bytes"] = private_bytes()
+    result["data_bytes"] = status_bytes("VmData")
+    result["peak_bytes"] = status_bytes("VmHWM")
     result["counts"] = {name: total.tolist() for name, total in counts.items()}
     with open(job["result"], "w") as file:
         json.dump(result, file)

@@ -44,7 +44,6 @@ PIN_FILES: dict[str, bytes] = {
 EXECUTABLE = "vllm/tool.py"
 FLAVORS = ("cpu", "cuda")
 
-AUTHOR = "Ada Example <ada@example.org>"
 MESSAGE = """{subject}
 
 Why: a user cannot do this without the change, and this says why.

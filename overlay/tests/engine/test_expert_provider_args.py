@@ -7,6 +7,10 @@ from tests.kernels.moe.expert_provider_utils import engine_config, write_model
 
 from vllm.config.expert_provider import ExpertProviderConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.fused_moe.expert_weight_provider import (
+    ResidentProvider,
+    register_expert_provider,
+)
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 FLAGS = ("expert_provider", "expert_map", "expert_layout", "expert_cold_dir")
@@ -58,3 +62,20 @@ def test_option_without_effect_is_an_error(tmp_path, option, value):
     with pytest.raises(ValueError, match=f"{flag} has no effect") as error:
         engine_config(write_model(tmp_path / "model"), **{option: value})
     assert "--expert-provider pinned_hot" in str(error.value)
+
+
+class RefusingProvider(ResidentProvider):
+    """A plugin's provider that has an opinion about the whole configuration."""
+
+    name = "refusing"
+
+    @classmethod
+    def validate(cls, vllm_config):
+        raise ValueError(f"no map for {vllm_config.model_config.model}")
+
+
+def test_plugin_provider_is_chosen_by_the_flag(tmp_path):
+    register_expert_provider("refusing", RefusingProvider)
+    model = write_model(tmp_path / "model")
+    with pytest.raises(ValueError, match=f"no map for {model}"):
+        engine_config(model, expert_provider="refusing")

@@ -37,7 +37,7 @@ class ExpertProviderConfig:
 
     expert_cold_dir: str | None = None
     """Directory for the cold rows when they are served from disk (CPU backend).
-    Needs a disk file system with room for all expert weights while they load.
+    Needs a disk file system with room for the cold rows.
     Default: the system's temporary directory. The files have no name, so they
     vanish with the process, however it ends."""
 

@@ -249,8 +249,12 @@ def test_cold_bytes_take_no_private_memory(tmp_path):
 
 def test_rlimit_is_read(monkeypatch, tmp_path):
     (tmp_path / "self").mkdir()
+    (tmp_path / "self/uid_map").write_text("0 0 4294967295\n")
     (tmp_path / "self/status").write_text("CapEff:\t0000000000000000\n")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (65536, 65536))
     assert lockable_bytes(tmp_path) == 65536
     (tmp_path / "self/status").write_text("CapEff:\t000001ffffffffff\n")
     assert lockable_bytes(tmp_path) is None
+    # In a user namespace the capability does not reach as far as mlock.
+    (tmp_path / "self/uid_map").write_text("0 1000 1\n")
+    assert lockable_bytes(tmp_path) == 65536

@@ -58,7 +58,7 @@ def test_placement_keeps_the_budget_and_the_hottest_pages(
 ):
     tensors = [RowTensor(num_rows, row_bytes), RowTensor(num_rows, row_bytes + 3)]
     heats = [random_heat(num_rows, seed=1), random_heat(num_rows, seed=2)]
-    total = sum(tensor.num_bytes for tensor in tensors)
+    total = sum(tensor.num_pages(PAGE) for tensor in tensors) * PAGE
     budget = int(total * fraction)
     masks = place_pages(tensors, heats, budget, PAGE)
     assert [len(m) for m in masks] == [t.num_pages(PAGE) for t in tensors]

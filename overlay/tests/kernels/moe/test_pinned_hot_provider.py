@@ -3,6 +3,7 @@
 """`pinned_hot` on real layers: start-up checks, exactness, reload."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -32,10 +33,12 @@ from vllm.model_executor.layers.fused_moe.pinned_hot.map_file import rank_expert
 from vllm.model_executor.layers.fused_moe.pinned_hot.provider import (
     PinnedHotProvider,
 )
+from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.expert_weights import (
     attach_expert_weights,
     bind_expert_providers,
 )
+from vllm.model_executor.model_loader.reload import finalize_layerwise_processing
 from vllm.platforms import current_platform
 
 pytestmark = pytest.mark.skipif(
@@ -166,6 +169,55 @@ def test_reload_into_the_range(tmp_path):
         assert torch.equal(run(layer, 17), run(other, 17))
 
 
+def test_model_that_writes_past_the_weight_loader_is_refused(tmp_path):
+    """Its rows would be uninitialised memory, and nothing else would notice."""
+    config = pinned_config(tmp_path, load_format="auto")
+    with single_rank(config, tmp_path):
+        layers = [build_layer(name) for name in LAYER_NAMES]
+        model = torch.nn.ModuleList(layers)
+        bind_expert_providers(model, config, config.model_config)
+        layer = layers[0]
+        for parameter in layer.parameters():
+            parameter.data.copy_(torch.ones(parameter.shape))
+        with pytest.raises(ValueError, match="no weights reached w13_weight") as error:
+            finalize_layerwise_processing(model, config.model_config)
+    assert LAYER_NAMES[0] in str(error.value)
+
+
+def test_ranges_are_freed_with_the_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    config = pinned_config(tmp_path, model_changes={"head_dim": 32})
+    with single_rank(config, tmp_path):
+        model = get_model(vllm_config=config)
+        layer = model.model.layers[0].mlp.experts.routed_experts
+        backing = layer.expert_provider._backing
+        before = backing.locked_bytes
+        assert before > 0 and layer.expert_provider.residency() is not None
+        config.compilation_config.static_forward_context.clear()
+        del model, layer
+        gc.collect()
+        assert backing.locked_bytes == 0
+
+
+def test_changed_map_is_read_again(tmp_path):
+    pinned_config(tmp_path, hot=3)
+    (tmp_path / "map3.json").write_text("{}")
+    with pytest.raises(ValueError, match="map3.json: format"):
+        engine_config(
+            tmp_path / "model",
+            expert_provider="pinned_hot",
+            expert_map=str(tmp_path / "map3.json"),
+        )
+
+
+def test_router_bias_does_not_stand_in_the_way(tmp_path):
+    config = pinned_config(tmp_path)
+    with single_rank(config, tmp_path):
+        bias = torch.nn.Parameter(torch.zeros(NUM_EXPERTS), requires_grad=False)
+        options = {"e_score_correction_bias": bias, "scoring_func": "sigmoid"}
+        load(config, torch.float32, **options)
+
+
 # --------------------------------------------- what a layer may not look like
 
 
@@ -286,6 +338,7 @@ def test_fused_shared_experts_are_refused(tmp_path):
         ({"expert_layout": "split"}, "--expert-layout split"),
         ({"enable_lora": True}, "--enable-lora"),
         ({"enable_expert_parallel": True}, "--enable-expert-parallel"),
+        ({"pipeline_parallel_size": 2}, "--tensor-parallel-size"),
         ({"cpu_offload_gb": 1}, "--cpu-offload-gb"),
         ({"offload_group_size": 2}, "--offload-group-size"),
         ({"load_format": "sharded_state"}, "--load-format sharded_state"),

@@ -17,7 +17,8 @@ class PlannedBytes:
     Attributes:
         hot: Bytes of all hot pages.
         total: Bytes of all expert rows.
-        largest_layer: Bytes of the largest layer's expert tensors.
+        largest_layer: Bytes of the largest layer's expert rows as loaded and as
+            post-processed together.
 
     """
 

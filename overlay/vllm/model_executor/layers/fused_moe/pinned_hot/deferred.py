@@ -3,9 +3,9 @@
 """Load a layer's expert rows when all of them have been read, one layer at a time.
 
 The rows' parameters have no memory until then: vLLM's layerwise loading, made for
-quantizing while loading, buffers the checkpoint's tensors (which lie in the page
-cache), and once a layer is complete makes its parameters, fills and post-processes
-them. So no more than the layers being read ever exist as they were loaded.
+quantizing while loading, buffers the checkpoint's tensors (safetensors, read lazily,
+lie in the page cache), and once a layer is complete makes its parameters, fills and
+post-processes them. A checkpoint in layer order has one layer in work at a time.
 """
 
 from collections.abc import Iterable
@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader.reload.meta import (
     materialize_layer,
     to_meta_tensor,
 )
+from vllm.model_executor.model_loader.reload.sanitize import sanitize_layer_refs
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 if TYPE_CHECKING:
@@ -45,6 +46,26 @@ def defer_loading(layer: "RoutedExperts", names: Iterable[str]) -> bool:
     layer.quant_method.uses_meta_device = True
     initialize_online_processing(layer)
     return True
+
+
+def unread_parameters(layer: "RoutedExperts", names: Iterable[str]) -> list[str]:
+    """Parameters of a deferred layer that no checkpoint tensor was loaded into.
+
+    To be called before vLLM forgets what it read, which is when a layer is done.
+    """
+    read = {name for name, _ in get_layerwise_info(layer).loaded_weights}
+    return [name for name in names if name not in read]
+
+
+def release_layer_references(layer: "RoutedExperts") -> None:
+    """Let a deferred layer be freed with its model.
+
+    vLLM keeps a description of every layer's parameters for reloads, taken after
+    the layers were deferred: with their wrapped loaders, which hold the layer.
+    """
+    for tensor in get_layerwise_info(layer).restore_metadata[0].values():
+        tensor.weight_loader = _get_original_loader(tensor)
+        sanitize_layer_refs(tensor, layer)
 
 
 def undo_defer_loading(layer: "RoutedExperts") -> None:

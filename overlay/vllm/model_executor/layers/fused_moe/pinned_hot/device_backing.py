@@ -43,7 +43,7 @@ class DeviceBacking(RangeBacking):
 
     def __init__(self, device: int):
         self.device = device
-        self.host_bytes = 0
+        self.built_bytes = 0
 
     @staticmethod
     def why_not_here() -> str | None:
@@ -73,8 +73,9 @@ class DeviceBacking(RangeBacking):
                     f"GPU {self.device}: {where} pages of {format_bytes(found)} are "
                     f"not supported, {format_bytes(self.page_bytes)} are."
                 )
+        torch.cuda.empty_cache()  # what building the model left behind is free
         free, total = torch.cuda.mem_get_info(self.device)
-        need = planned.hot + 2 * planned.largest_layer
+        need = planned.hot + planned.largest_layer
         if need > free:
             raise ValueError(
                 f"GPU {self.device}: the hot expert rows and one layer in work need "
@@ -91,7 +92,7 @@ class DeviceBacking(RangeBacking):
         self._probe()
 
     def _probe(self) -> None:
-        """Measure how fast the GPU reads host pages, against pinned memory."""
+        """Map host pages once and log how fast the GPU reads them."""
         like = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device="meta")
         try:
             pages = self._range(like, [False] * (_PROBE_BYTES // self.page_bytes))
@@ -126,12 +127,12 @@ class DeviceBacking(RangeBacking):
             raise RuntimeError(
                 f"{label}: cannot re-home {format_bytes(num_bytes)} "
                 f"({format_bytes(hot_bytes)} of them in HBM, "
-                f"{format_bytes(num_bytes - hot_bytes)} in host memory, where "
-                f"{format_bytes(self.host_bytes)} lie already): {error}. Move the "
-                "cut `hot` in the expert map towards the memory that is free."
+                f"{format_bytes(num_bytes - hot_bytes)} in host memory, after "
+                f"{format_bytes(self.built_bytes)} of other tensors): {error}. Move "
+                "the cut `hot` in the expert map towards the memory that is free."
             ) from error
         home.copy_(source)
-        self.host_bytes += (len(hot) - int(hot.sum())) * self.page_bytes
+        self.built_bytes += len(hot) * self.page_bytes
         return home
 
     def _range(self, like: torch.Tensor, hot: PageMask | list[bool]) -> torch.Tensor:

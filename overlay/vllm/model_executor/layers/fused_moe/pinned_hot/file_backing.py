@@ -130,9 +130,8 @@ class FileBacking(RangeBacking):
                 f"memory and RLIMIT_MEMLOCK allows {format_bytes(lockable)}. Raise "
                 "it (`ulimit -l unlimited`; in a container `--ulimit memlock=-1`)."
             )
-        # A layer in work exists as loaded and as post-processed.
         reason = why_memory_too_small(
-            (planned.hot + 2 * planned.largest_layer) * ranks_on_node,
+            (planned.hot + planned.largest_layer) * ranks_on_node,
             "hot expert rows and one layer in work",
             memory_headroom(),
         )

@@ -54,9 +54,12 @@ def memory_headroom(proc: Path = PROC, cgroup: Path = CGROUP) -> Headroom:
 
 def lockable_bytes(proc: Path = PROC) -> int | None:
     """Bytes this process may lock; None if unlimited (RLIMIT_MEMLOCK, privileges)."""
-    for line in (proc / "self/status").read_text().splitlines():
-        if line.startswith("CapEff:") and int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1:
-            return None
+    # mlock(2) asks for the capability in the initial user namespace, where every id
+    # maps to itself.
+    initial = (proc / "self/uid_map").read_text().split() == ["0", "0", "4294967295"]
+    status = _key_words(proc / "self/status")
+    if initial and int(status["CapEff:"], 16) >> _CAP_IPC_LOCK & 1:
+        return None
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
@@ -72,9 +75,13 @@ def why_memory_too_small(need: int, what: str, headroom: Headroom) -> str | None
     )
 
 
+def _key_words(path: Path) -> dict[str, str]:
+    lines = (line.split() for line in path.read_text().splitlines())
+    return {words[0]: words[1] for words in lines if len(words) >= 2}
+
+
 def _key_values(path: Path) -> dict[str, int]:
-    pairs = (line.split() for line in path.read_text().splitlines())
-    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) >= 2}
+    return {key: int(word) for key, word in _key_words(path).items()}
 
 
 def _self_cgroup(proc: Path, controller: str) -> Path | None:

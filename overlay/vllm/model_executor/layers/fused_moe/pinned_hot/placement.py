@@ -153,8 +153,7 @@ def place_pages(
     Args:
         tensors: Geometry of each tensor; they may belong to several layers.
         heats: For each tensor the `(E, 3)` heat of its rows.
-        budget_bytes: Hot memory to use. Rounded up to a whole page, since a
-            budget of all bytes must hold a tensor whose last page is partial.
+        budget_bytes: Hot memory to use, rounded up to a whole page.
         page_bytes: Page size in bytes.
 
     Returns:
@@ -167,10 +166,7 @@ def place_pages(
         for tensor, heat in zip(tensors, heats, strict=True)
     ]
     counts = [len(pages) for pages in per_tensor]
-    if budget_bytes >= sum(tensor.num_bytes for tensor in tensors):
-        budget_pages = sum(counts)
-    else:
-        budget_pages = min(cdiv(budget_bytes, page_bytes), sum(counts))
+    budget_pages = min(cdiv(budget_bytes, page_bytes), sum(counts))
     heat = np.concatenate(per_tensor) if per_tensor else np.empty((0, 3), np.int64)
     # lexsort is stable and takes its last key first
     hottest = np.lexsort(-heat[:, ::-1].T)[:budget_pages]

@@ -26,7 +26,9 @@ from vllm.model_executor.layers.fused_moe.pinned_hot.backing import (
 )
 from vllm.model_executor.layers.fused_moe.pinned_hot.deferred import (
     defer_loading,
+    release_layer_references,
     undo_defer_loading,
+    unread_parameters,
 )
 from vllm.model_executor.layers.fused_moe.pinned_hot.device_backing import (
     DeviceBacking,
@@ -60,7 +62,7 @@ if TYPE_CHECKING:
 
 # Loaders that fill a model's parameters in place; the others bring their own
 # storage, which would be re-homed only after the whole model is in memory.
-_LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "mistral", "dummy")
+_LOAD_FORMATS = ("auto", "hf", "safetensors", "mistral", "dummy")
 
 
 # An engine validates once and then asks for every layer; the cache also makes all
@@ -138,7 +140,7 @@ def _why_not_engine(vllm_config: VllmConfig) -> str | None:
     if parallel.enable_expert_parallel or parallel.enable_eplb:
         return (
             "expert parallelism has not been shown to be exact. Drop "
-            "--enable-expert-parallel and --enable-eplb; tensor parallelism works."
+            "--enable-expert-parallel and --enable-eplb."
         )
     if parallel.pipeline_parallel_size > 1:
         return (
@@ -168,9 +170,11 @@ class PinnedHotProvider(ExpertWeightProvider):
 
     def __init__(self, config: ExpertProviderConfig, layer_name: str):
         super().__init__(config, layer_name)
-        assert config.expert_map is not None
+        if config.expert_map is None:
+            raise ValueError(f"--expert-provider {self.name} needs --expert-map PATH.")
         self._map = _read_map(config.expert_map)
         self.deferred = False
+        self._dummy = False
         self._entry: LayerMap | None = None
         self._homes: dict[str, int] = {}
         self._residency: ExpertResidency | None = None
@@ -190,6 +194,7 @@ class PinnedHotProvider(ExpertWeightProvider):
                 f"--expert-provider {cls.name} needs --expert-map PATH: a map says "
                 "which experts are hot."
             )
+        _read_map.cache_clear()  # the file may have changed since another engine
         expert_map = _read_map(config.expert_map)
         # How many MoE layers there are is known once the model is built; `bind`
         # compares that.
@@ -229,7 +234,11 @@ class PinnedHotProvider(ExpertWeightProvider):
         path = vllm_config.offload_config.experts.expert_map
         assert path is not None
         expert_map = _read_map(path)
-        is_draft = model_config.runner_type == "draft"
+        # Some proposers load their model with a copy of the target's configuration.
+        is_draft = (
+            model_config.runner_type == "draft"
+            or model_config is not vllm_config.model_config
+        )
         if is_draft and not expert_map.draft_layers:
             for layer in layers.values():
                 _leave_resident(layer)
@@ -244,19 +253,30 @@ class PinnedHotProvider(ExpertWeightProvider):
             expert_map.check_model(model, path)
         super().bind(layers, vllm_config, model_config)
         entries = expert_map.draft_layers if is_draft else expert_map.layers
+        dummy = vllm_config.load_config.load_format == "dummy"
         for name, layer in layers.items():
             assert isinstance(layer.expert_provider, cls)
             layer.expert_provider._entry = entries[name]
+            layer.expert_provider._dummy = dummy
+            if layer.expert_provider.deferred:
+                release_layer_references(layer)
         backing = _backing(vllm_config.offload_config.experts)
         planned = _plan_bytes(layers, entries, backing.page_bytes)
-        backing.check(planned, vllm_config.parallel_config.world_size)
+        backing.check(planned, vllm_config.parallel_config.local_world_size)
 
     def check(self, layer: "RoutedExperts") -> str | None:
         return why_not_rows(layer)
 
     def attach(self, layer: "RoutedExperts") -> None:
         names = expert_tensors(layer)
-        assert names is not None and self._entry is not None
+        if names is None or self._entry is None:
+            raise ValueError(
+                f"{self.layer_name}: its weights were loaded and the layer was never "
+                "bound: this model loader does not build models through vLLM's "
+                f"BaseModelLoader. Use --load-format {_LOAD_FORMATS[0]}."
+            )
+        if self.deferred and not (self.attached or self._dummy):
+            _require_read(layer, names.rows)
         parameters = {name: getattr(layer, name) for name in names.rows}
         if self._homes == {name: p.data_ptr() for name, p in parameters.items()}:
             return
@@ -310,6 +330,16 @@ def _residency(
     )
 
 
+def _require_read(layer: "RoutedExperts", names: Sequence[str]) -> None:
+    """Refuse a deferred layer whose rows the model wrote in another way."""
+    if unread := unread_parameters(layer, names):
+        raise ValueError(
+            f"{layer.layer_name}: no weights reached {', '.join(unread)}: the model "
+            "writes them without the parameter's weight_loader, which "
+            "--expert-provider pinned_hot needs. Drop the flag."
+        )
+
+
 def _leave_resident(layer: "RoutedExperts") -> None:
     """Undo `stage` for a layer that turns out not to be served."""
     provider = layer.expert_provider
@@ -330,6 +360,7 @@ def _plan_bytes(
         tensors = [row_tensor(getattr(layer, x), names.bits) for x in names.rows]
         num_bytes = sum(tensor.num_bytes for tensor in tensors)
         total += num_bytes
-        largest = max(largest, num_bytes)
+        loaded = sum(row_tensor(getattr(layer, x)).num_bytes for x in names.rows)
+        largest = max(largest, loaded + num_bytes)
         hot += hot_budget(tensors, entries[name].hot_rows, page_bytes)
     return PlannedBytes(hot=hot, total=total, largest_layer=largest)

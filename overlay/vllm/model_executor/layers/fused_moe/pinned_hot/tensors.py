@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Which tensors of a MoE layer hold expert rows, per quantization method.
 
-The list is closed: a tensor nobody has named here might be indexed by expert,
-and re-homing a layer without it would serve wrong weights.
+The list is closed: a tensor nobody has named here may be an alias of the rows, and
+what still reads the old storage would not see the re-homed one.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class ExpertTensors:
     rows: tuple[str, ...] = ("w13_weight", "w2_weight")
 
 
-_BIASES = ("w13_bias", "w2_bias")
+_BIASES = ("w13_bias", "w2_bias", "e_score_correction_bias")
 _SCALES = (*_BIASES, "w13_weight_scale", "w2_weight_scale")
 _BLOCK_SCALES = (*_BIASES, "w13_weight_scale_inv", "w2_weight_scale_inv")
 _INT8_SCALES = (*_BIASES, "w13_scale", "w2_scale")

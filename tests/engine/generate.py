@@ -32,7 +32,7 @@ def residency(model: Any) -> list[dict[str, int]]:
 
 
 def status_bytes(field: str) -> int:
-    """A size from the process's status, such as VmData, which RLIMIT_DATA limits."""
+    """A size from the process's status, such as VmHWM, the peak of its memory."""
     with open("/proc/self/status") as file:
         line = next(line for line in file if line.startswith(field + ":"))
     return int(line.split()[1]) * 1024
@@ -93,7 +93,6 @@ def main() -> None:
             llm.collective_rpc("reload_weights")
         elif step == "residency":
             result["residency"] = llm.apply_model(residency)[0]
-    result["data_bytes"] = status_bytes("VmData")
     result["peak_bytes"] = status_bytes("VmHWM")
     result["counts"] = {name: total.tolist() for name, total in counts.items()}
     with open(job["result"], "w") as file:

@@ -2,7 +2,6 @@
 
 import json
 import random
-import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -124,14 +123,14 @@ def test_compile_cache_keys(generate, trees, tmp_path):
 def test_compiled_model_reuses_its_cache_with_another_map(generate, trees, tmp_path):
     """torch.compile on: same tokens as stock, whatever map comes second."""
     compiled = {"enforce_eager": False, "env": {"VLLM_CACHE_ROOT": str(tmp_path)}}
+    cached = tmp_path / "torch_compile_cache" / "torch_aot_compile"
     stock = generate(None, "generate", **compiled)
+    assert len(list(cached.iterdir())) == 1
     for seed, hot in ((0, 8), (1, 24)):
         flags = pinned(tmp_path, make_map(random_counts(seed), hot))
         ours = generate(trees(), "generate", **compiled, **flags)
         assert ours["tokens"] == stock["tokens"]
-    assert "Directly load the compiled graph" in ours["log"] or (
-        "Directly load AOT compilation" in ours["log"]
-    )
+        assert len(list(cached.iterdir())) == 2
 
 
 @pytest.mark.parametrize(
@@ -170,46 +169,6 @@ def big_model(folder: Path) -> tuple[Path, dict[str, Any]]:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     return folder, config
-
-
-def test_model_larger_than_its_memory_limit_loads(generate, trees, tmp_path):
-    """Private memory is capped below the expert weights; stock cannot load them."""
-    model, config = big_model(tmp_path / "big")
-    names = [f"model.layers.{i}.mlp.experts" for i in range(8)]
-    counts = {name: [100] * 4 + [1] * 28 for name in names}
-    made = make_map(counts, hot=4, config=config)
-    expert_bytes = 8 * 32 * 3 * 1024 * 1024 * 2
-    base = generate(
-        None,
-        "residency",
-        model=MODEL,
-        max_tokens=1,
-        ask=[],
-    )
-    assert base["residency"] == []
-    # Measured on the tiny model: what the engine itself takes, and its KV cache.
-    limit = base["data_bytes"] + expert_bytes * 5 // 8
-
-    def capped() -> None:
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-    big = {
-        "model": model,
-        "dtype": "bfloat16",
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "max_tokens": 2,
-        "ask": [{"prompt_token_ids": [1, 2, 3]}],
-        "preexec": capped,
-    }
-    stock = generate(None, refused=True, **big)
-    assert stock.status != 0
-    assert "can't allocate memory" in stock.output
-    ours = generate(trees(), "residency", "generate", **big, **pinned(tmp_path, made))
-    cold = sum(entry["cold_bytes"] for entry in ours["residency"])
-    hot = sum(entry["hot_bytes"] for entry in ours["residency"])
-    assert cold + hot == expert_bytes and cold == expert_bytes * 28 // 32
-    assert ours["data_bytes"] < limit
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import textwrap
 
 import numpy as np
@@ -173,12 +174,20 @@ BUILD = """
 """
 
 
-def test_lock_limit_is_an_error_that_names_the_tensor(tmp_path):
+@pytest.fixture
+def open_directory():
+    """A directory that a process without privileges can write to as well."""
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o777)
+        yield directory
+
+
+def test_lock_limit_is_an_error_that_names_the_tensor(open_directory):
     """No half-locked range, no fall-back to pages that can be swapped."""
     if lockable_bytes() is None and os.geteuid() != 0:
         pytest.skip("locking is unlimited and cannot be limited here")
     code = (
-        BUILD.format(directory=str(tmp_path))
+        BUILD.format(directory=open_directory)
         + """
     import ctypes
     # Drop CAP_IPC_LOCK (14) from the bounding set and all privileges with it.
@@ -197,10 +206,6 @@ def test_lock_limit_is_an_error_that_names_the_tensor(tmp_path):
         print(error)
     """
     )
-    tmp_path.chmod(0o777)
-    for parent in tmp_path.parents:
-        if parent.stat().st_uid == os.geteuid() and parent.name.startswith("pytest"):
-            parent.chmod(0o755)
     result = run_python(code)
     message = result.stdout
     assert "model.layers.7.w2" in message, result.stderr[-2000:]

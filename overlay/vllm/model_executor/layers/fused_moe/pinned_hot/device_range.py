@@ -8,14 +8,22 @@ location, and maps one to the other. Kernels see one ordinary pointer.
 Source: CUDA Driver API, section "Virtual Memory Management".
 """
 
+from __future__ import annotations
+
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from cuda.bindings import driver
 
 from vllm.model_executor.layers.fused_moe.pinned_hot.placement import PageRun
+
+try:
+    from cuda.bindings import driver
+except ImportError:
+    # CPU builds of torch do not bring the bindings; `DeviceBacking.why_not_here`
+    # says so before anything here is called.
+    driver = None
 
 
 class DriverError(RuntimeError):

@@ -32,7 +32,7 @@ def residency(model: Any) -> list[dict[str, int]]:
 
 
 def status_bytes(field: str) -> int:
-    """A size from the process's status, such as VmHWM, the peak of its memory."""
+    """A size from the process's status, such as RssAnon, what cannot be reclaimed."""
     with open("/proc/self/status") as file:
         line = next(line for line in file if line.startswith(field + ":"))
     return int(line.split()[1]) * 1024
@@ -93,7 +93,7 @@ def main() -> None:
             llm.collective_rpc("reload_weights")
         elif step == "residency":
             result["residency"] = llm.apply_model(residency)[0]
-    result["peak_bytes"] = status_bytes("VmHWM")
+    result["anon_bytes"] = status_bytes("RssAnon")
     result["counts"] = {name: total.tolist() for name, total in counts.items()}
     with open(job["result"], "w") as file:
         json.dump(result, file)

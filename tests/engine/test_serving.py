@@ -226,8 +226,11 @@ def test_checkpoint_larger_than_its_control_group_serves(generate, trees, tmp_pa
         "ask": [{"prompt_token_ids": [i, 2, 3]} for i in range(4)],
     }
     stock = generate(None, "generate", **big)
-    base = generate(None, "residency", max_tokens=1, ask=[])["peak_bytes"]
-    limit = base + (stock["peak_bytes"] - base) * 5 // 8
+    # What the engine takes without these experts, and five eighths of them.
+    expert_bytes = 8 * 32 * 3 * 1024 * 1024 * 2
+    base = generate(None, "generate", max_tokens=1, ask=big["ask"])["anon_bytes"]
+    assert stock["anon_bytes"] > base + expert_bytes * 7 // 8
+    limit = base + expert_bytes * 5 // 8
     with memory_limit(limit) as enter:
         killed = generate(None, refused=True, preexec=enter, **big)
         assert killed.status == -signal.SIGKILL

@@ -19,6 +19,11 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
 )
 TABLE_ROWS = 4096
+STEPS_DRAWN = 8192
+# One stream's step is short and so is its share of the run: more repeats, less noise.
+SINGLE_STREAM_REPEATS = 3
+PROFILED_TOKENS = 24
+PREFILL_TOKENS = 2048
 
 
 def skewed_strategy(job: dict[str, Any]) -> Any:
@@ -50,6 +55,8 @@ def skewed_strategy(job: dict[str, Any]) -> Any:
             self.drawn = torch.zeros(TABLE_ROWS, dtype=torch.int32, device="cuda")
             self.ones = torch.ones(65536, dtype=torch.int32, device="cuda")
             self.weights = torch.full((65536, top_k), 1 / top_k, device="cuda")
+            self.is_cold = torch.zeros(experts, dtype=torch.bool)
+            self.is_cold[torch.tensor(job["map_cold"], dtype=torch.long)] = True
 
         def route_tokens(
             self,
@@ -66,12 +73,19 @@ def skewed_strategy(job: dict[str, Any]) -> Any:
 
         def served(self) -> dict[str, int]:
             """Selections so far of experts that the map keeps hot, and of others."""
-            is_cold = torch.zeros(experts, dtype=torch.bool)
-            is_cold[torch.tensor(job["map_cold"], dtype=torch.long)] = True
-            per_row = is_cold[self.table.cpu().long()].sum(1)
+            per_row = self.is_cold[self.table.cpu().long()].sum(1)
             drawn = self.drawn.cpu().long()
             total, cold_seen = int(drawn.sum()) * top_k, int((drawn * per_row).sum())
             return {"hot": total - cold_seen, "cold": cold_seen}
+
+        def distinct_cold(self, streams: int) -> list[float]:
+            """How often a layer's step needs 0, 1, … distinct cold experts."""
+            picked = torch.randint(0, TABLE_ROWS, (STEPS_DRAWN, streams))
+            ids = self.table.cpu().long()[picked].flatten(1)
+            needed = torch.zeros(STEPS_DRAWN, experts, dtype=torch.bool)
+            needed.scatter_(1, ids, True)
+            counts = torch.bincount((needed & self.is_cold).sum(1))
+            return [round(x, 5) for x in (counts / STEPS_DRAWN).tolist()]
 
     return Skewed()
 
@@ -123,25 +137,20 @@ def register_positional() -> None:
     return Positional
 
 
-def admit_candidate() -> None:
-    """Measure MXFP4 on Marlin although its layers are not yet shown to be equal."""
-    from vllm.model_executor.layers.fused_moe.pinned_hot import tensors
-
-    names = ("w13_weight_scale", "w2_weight_scale")
-    candidate = tensors.ExpertTensors(names, ("MarlinExperts",), bits=4)
-    tensors._BY_METHOD.setdefault("Mxfp4OnlineMoEMethod", candidate)
-
-
 def main() -> None:
     job = json.load(sys.stdin)
     import torch
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
 
     from vllm import LLM, SamplingParams
+    from vllm.model_executor.layers.fused_moe.pinned_hot.device_backing import (
+        device_backing,
+    )
     from vllm.model_executor.layers.fused_moe.router.routing_simulator_router import (
         RoutingSimulator,
     )
 
-    admit_candidate()
     strategy = skewed_strategy(job)
     RoutingSimulator.register_strategy("skewed", strategy)
     if job["arm"] == "positional":
@@ -153,6 +162,8 @@ def main() -> None:
         "load_s": time.perf_counter() - begin,
         "steps_ms": {},
         "served": {},
+        "distinct_cold": {},
+        "experts_us_per_layer": {},
     }
     free, total = torch.cuda.mem_get_info()
     result["device_bytes_used"] = total - free
@@ -162,6 +173,9 @@ def main() -> None:
         if (provider := getattr(module, "expert_provider", None)) is not None
     ]
     there = [layer for layer in layers if layer is not None]
+    if there and job["arm"] != "positional":
+        backing = device_backing(torch.accelerator.current_device_index())
+        result["host_bytes_per_s"] = backing.host_bytes_per_s
     result["hot_bytes"] = sum(layer.hot_bytes for layer in there)
     result["cold_bytes"] = sum(layer.cold_bytes for layer in there)
     result["hot_rows"] = sum(layer.hot_rows for layer in there)
@@ -177,12 +191,21 @@ def main() -> None:
         llm.generate(prompts, sampling, use_tqdm=False)
         return time.perf_counter() - start
 
+    def prefill_ms() -> float:
+        prompt = [3 + i % 1000 for i in range(PREFILL_TOKENS)]
+        sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+        begin = time.perf_counter()
+        llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
+        return (time.perf_counter() - begin) * 1e3
+
+    prefill_ms()
+    result["prefill_ms"] = statistics.median(prefill_ms() for _ in range(3))
     short, long = job["tokens"]
     for streams in job["streams"]:
         timed(streams, short)
         strategy.drawn.zero_()
         steps = []
-        for _ in range(job["repeats"]):
+        for _ in range(job["repeats"] * (SINGLE_STREAM_REPEATS if streams == 1 else 1)):
             # The difference leaves prefill and request handling out.
             less, more = timed(streams, short), timed(streams, long)
             steps.append((more - less) / (long - short) * 1e3)
@@ -191,6 +214,16 @@ def main() -> None:
             "all": steps,
         }
         result["served"][streams] = strategy.served()
+        result["distinct_cold"][streams] = strategy.distinct_cold(streams)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            timed(streams, PROFILED_TOKENS)
+        experts_us = sum(
+            event.time_range.elapsed_us()
+            for event in profiler.events()
+            if event.device_type == DeviceType.CUDA and "moe" in event.name.lower()
+        )
+        per_layer = experts_us / PROFILED_TOKENS / job["config"]["num_hidden_layers"]
+        result["experts_us_per_layer"][streams] = round(per_layer, 2)
     with open(job["result"], "w") as file:
         json.dump(result, file)
 

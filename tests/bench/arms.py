@@ -28,7 +28,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 40,
         "num_key_value_heads": 8,
         "quantization": "mxfp4",
-        "bits": 4,
         "hot": 295,
         "layers": 10,
     },
@@ -40,7 +39,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 4,
         "quantization": None,
-        "bits": 16,
         "hot": 98,
         "layers": 48,
     },
@@ -48,7 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 STREAMS = (1, 8, 16)
 COLD_SHARE = 0.0175
 FOREIGN_SHARE = 0.11
-TOKENS = (16, 80)
+TOKENS = (16, 112)
 KV_BYTES = 2 << 30
 
 
@@ -71,7 +69,7 @@ def model_config(shape: dict[str, Any], layers: int) -> dict[str, Any]:
         "head_dim": 128,
         "num_hidden_layers": layers,
         "norm_topk_prob": True,
-        "max_position_embeddings": 1024,
+        "max_position_embeddings": 4096,
         "tie_word_embeddings": True,
     }
 
@@ -162,7 +160,57 @@ def ratios(arms: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
             first["steps_ms"][str(streams)]["median"]
             / last["steps_ms"][str(streams)]["median"]
         )
+    for arm in ("all_hot", "matched", "positional", "foreign"):
+        if arm in arms:
+            stock, other = arms["resident"][0], arms[arm][0]
+            name = f"{arm}_over_resident_prefill"
+            found[name] = stock["prefill_ms"] / other["prefill_ms"]
+    if "matched" in arms:
+        matched = arms["matched"][0]
+        layers = matched["layers"]
+        budget = time_budget(arms["resident"][0], matched, layers)
+        for streams, entry in budget.items():
+            found[f"fraction_of_bound_c{streams}"] = entry["fraction_of_bound"]
     return {name: round(value, 4) for name, value in found.items()}
+
+
+def time_budget(
+    resident: dict[str, Any], arm: dict[str, Any], layers: int
+) -> dict[str, dict[str, float]]:
+    """What of an arm's step the link must take, per number of streams.
+
+    A layer's cold bytes can be read beside the layer's own expert kernels and not
+    beside anything else, since its routes are known no earlier. So a step takes at
+    least stock's own time and, for every layer, what reading the cold experts it
+    needs takes longer than those kernels.
+    """
+    row_bytes = arm["cold_bytes"] / arm["cold_rows"]
+    row_us = row_bytes / arm["host_bytes_per_s"] * 1e6
+    found = {}
+    for streams, shares in arm["distinct_cold"].items():
+        kernels_us = resident["experts_us_per_layer"][streams]
+        stock_ms = resident["steps_ms"][streams]["median"]
+        reads = [count * row_us for count in range(len(shares))]
+        link = sum(x * share for x, share in zip(reads, shares, strict=True))
+        beyond = sum(
+            max(0.0, x - kernels_us) * share
+            for x, share in zip(reads, shares, strict=True)
+        )
+        bound_ms = stock_ms + layers * beyond / 1e3
+        found[streams] = {
+            "stock_us_per_layer": round(stock_ms * 1e3 / layers, 1),
+            "expert_kernels_us_per_layer": kernels_us,
+            "cold_experts_per_layer": round(
+                sum(n * share for n, share in enumerate(shares)), 4
+            ),
+            "link_us_per_layer": round(link, 1),
+            "link_beyond_kernels_us_per_layer": round(beyond, 1),
+            "bound_ms": round(bound_ms, 4),
+            "fraction_of_bound": round(
+                bound_ms / arm["steps_ms"][streams]["median"], 4
+            ),
+        }
+    return found
 
 
 def check_path_ran(arms: dict[str, list[dict[str, Any]]]) -> None:
@@ -204,11 +252,11 @@ def main() -> None:
     # A map of other traffic keeps some experts cold that this traffic uses.
     wrong = round(FOREIGN_SHARE * hot)
     foreign_cold = sorted(traffic_cold[wrong:] + used[:: hot // wrong][:wrong])
-    row = 3 * shape["hidden_size"] * shape["moe_intermediate_size"] * shape["bits"] // 8
     engine = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "max_model_len": 512,
+        "max_model_len": 2304,
+        "max_num_batched_tokens": 2304,
         "max_num_seqs": 16,
         "kv_cache_memory_bytes": KV_BYTES,
         "gpu_memory_utilization": 0.9,
@@ -246,7 +294,10 @@ def main() -> None:
                 "traffic_cold": traffic_cold,
                 "map_cold": foreign_cold if arm == "foreign" else traffic_cold,
                 "cold_share": COLD_SHARE,
-                "positional_bytes": row * (experts - hot) * layers,
+                # What `matched`, which runs first, had no HBM for.
+                "positional_bytes": sum(
+                    run["cold_bytes"] for run in arms.get("matched", [])
+                ),
                 "streams": STREAMS,
                 "tokens": TOKENS,
                 "repeats": args.repeats,
@@ -261,10 +312,16 @@ def main() -> None:
                     "expert_map": str(path),
                 }
             elif arm == "positional":
+                if "matched" not in arms:
+                    sys.exit("positional needs matched before it, to match its bytes")
                 job["engine"]["expert_provider"] = "positional"
-            arms.setdefault(arm, []).append(run_arm(job, folder, args.limit_s))
+            ran = run_arm(job, folder, args.limit_s)
+            arms.setdefault(arm, []).append(ran | {"layers": layers})
             # After every arm, so that what was measured survives a time limit.
             receipt |= {"arms": arms, "ratios": ratios(arms)}
+            for name in {"matched", "foreign"} & arms.keys():
+                budget = time_budget(arms["resident"][0], arms[name][0], layers)
+                receipt["time_budget"] = receipt.get("time_budget", {}) | {name: budget}
             args.out.write_text(json.dumps(receipt, indent=1) + "\n")
     print(json.dumps(receipt["ratios"], indent=1))
     if {"matched", "resident", "all_hot"} <= arms.keys():

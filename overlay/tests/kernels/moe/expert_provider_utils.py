@@ -124,6 +124,12 @@ def fill(layer: RoutedExperts, seed: int = 0) -> None:
             # MXFP4: any nibble is a number; scales are powers of two around 1/64.
             low, high = (118, 125) if "scale" in name else (0, 256)
             values = torch.randint(low, high, shape, generator=generator, device="cpu")
+        elif parameter.dtype == torch.int32:
+            # Packed integers and zero points: every bit pattern is a number.
+            low, high = -(1 << 31), 1 << 31
+            values = torch.randint(low, high, shape, generator=generator, device="cpu")
+        elif "scale" in name:
+            values = torch.rand(shape, generator=generator, device="cpu") * 0.5 + 0.01
         else:
             values = torch.randn(shape, generator=generator, device="cpu") * 0.1
         parameter.data.copy_(values.to(parameter.dtype))

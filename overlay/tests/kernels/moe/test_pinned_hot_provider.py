@@ -232,50 +232,43 @@ def process_and(layer, change):
     layer.quant_method.process_weights_after_loading = process_then_change
 
 
-@pytest.mark.parametrize(
-    "shape", [(NUM_EXPERTS,), (NUM_EXPERTS, 2), (2 * NUM_EXPERTS,), (3, 4)]
-)
-def test_unknown_parameter_is_refused(tmp_path, shape):
+def test_tensors_that_are_not_rows_stay_as_they_are(tmp_path):
+    """Ids and rows keep their order, so whatever counts experts stays right."""
     config = pinned_config(tmp_path)
     with single_rank(config, tmp_path):
         layers = [build_layer(name) for name in LAYER_NAMES]
-        extra = torch.nn.Parameter(torch.ones(shape), requires_grad=False)
-        layers[1].register_parameter("w13_input_scale", extra)
-        with pytest.raises(ValueError, match="w13_input_scale") as error:
-            model = torch.nn.ModuleList(layers)
-            bind_expert_providers(model, config, config.model_config)
-    assert LAYER_NAMES[1] in str(error.value)
-
-
-def test_scalar_parameter_is_shared_not_split(tmp_path):
-    config = pinned_config(tmp_path)
-    with single_rank(config, tmp_path):
-        layers = [build_layer(name) for name in LAYER_NAMES]
-        extra = torch.nn.Parameter(torch.tensor(1.0), requires_grad=False)
-        layers[0].register_parameter("global_scale", extra)
+        scalar = torch.nn.Parameter(torch.tensor(1.0), requires_grad=False)
+        layers[0].register_parameter("global_scale", scalar)
+        scales = torch.nn.Parameter(torch.rand(NUM_EXPERTS, 2), requires_grad=False)
+        layers[0].register_parameter("w13_input_scale", scales)
+        before = scales.data_ptr()
         model = torch.nn.ModuleList(layers)
         bind_expert_providers(model, config, config.model_config)
+        load_weights(layers[0])
+        assert layers[0].expert_provider.residency() is not None
+        assert layers[0].w13_input_scale.data_ptr() == before
 
 
-def test_tensor_that_is_no_parameter_is_refused(tmp_path):
-    config = pinned_config(tmp_path)
-    with single_rank(config, tmp_path):
-        layers = [build_layer(name) for name in LAYER_NAMES]
-        layers[0].gemm1_alpha = torch.ones(NUM_EXPERTS)
-        with pytest.raises(ValueError, match="gemm1_alpha.*not a parameter"):
-            model = torch.nn.ModuleList(layers)
-            bind_expert_providers(model, config, config.model_config)
-
-
-def test_tensor_that_appears_in_post_processing_is_refused(tmp_path):
+@pytest.mark.parametrize("owner", ("layer", "experts", "quant config"))
+def test_second_owner_of_the_rows_is_refused(tmp_path, owner):
+    """A view taken in post-processing would read the memory the rows leave."""
     config = pinned_config(tmp_path)
     with single_rank(config, tmp_path):
         layers = [build_layer(name) for name in LAYER_NAMES]
         model = torch.nn.ModuleList(layers)
         bind_expert_providers(model, config, config.model_config)
-        extra = torch.nn.Parameter(torch.ones(NUM_EXPERTS), requires_grad=False)
-        process_and(layers[0], lambda x: x.register_parameter("new_scale", extra))
-        with pytest.raises(ValueError, match="after post-processing.*new_scale"):
+
+        def keep_a_view(layer):
+            view = layer.w13_weight.data[1:].transpose(1, 2)
+            if owner == "layer":
+                layer.transposed = view
+            elif owner == "experts":
+                layer.quant_method.moe_kernel.fused_experts.transposed = view
+            else:
+                layer.quant_method.moe_quant_config._w1.scale = view
+
+        process_and(layers[0], keep_a_view)
+        with pytest.raises(ValueError, match="shares memory with its expert rows"):
             load_weights(layers[0])
 
 

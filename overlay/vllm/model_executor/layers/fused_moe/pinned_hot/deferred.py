@@ -8,8 +8,12 @@ lie in the page cache), and once a layer is complete makes its parameters, fills
 post-processes them. A checkpoint in layer order has one layer in work at a time.
 """
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import inspect
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from vllm.model_executor.model_loader.reload.layerwise import (
     _get_original_loader,
@@ -27,12 +31,13 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 
-def defer_loading(layer: "RoutedExperts", names: Iterable[str]) -> bool:
+def defer_loading(layer: "RoutedExperts", names: Iterable[str], zeroed: bool) -> bool:
     """Take the memory from some of a new layer's parameters until they are read.
 
     Args:
         layer: A layer whose parameters were just created.
         names: Parameters to defer.
+        zeroed: Whether they were created as zeros and may not be read in full.
 
     Returns:
         False if the layer's quantization method had deferred it already.
@@ -41,11 +46,33 @@ def defer_loading(layer: "RoutedExperts", names: Iterable[str]) -> bool:
     if layer.quant_method.uses_meta_device:
         return False
     for name in names:
-        layer.register_parameter(name, to_meta_tensor(getattr(layer, name)))
+        parameter = to_meta_tensor(getattr(layer, name))
+        if zeroed:
+            parameter.weight_loader = _clear_first(parameter.weight_loader)
+        layer.register_parameter(name, parameter)
     # The loader then finishes layers whose checkpoint lacks padding or biases.
     layer.quant_method.uses_meta_device = True
     initialize_online_processing(layer)
     return True
+
+
+def _clear_first(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a weight loader so that it fills zeros, not uninitialised memory."""
+    # The wrapper outlives the layer in vLLM's records for reloads, which drop a
+    # bound loader's layer but cannot see into a closure.
+    method = weakref.WeakMethod(load) if inspect.ismethod(load) else lambda: load
+
+    def clear_and_load(parameter: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # vLLM first runs a loader on the meta device to count what it writes.
+        if not parameter.is_meta and not hasattr(parameter, "_cleared"):
+            parameter.data.zero_()
+            parameter._cleared = True
+        loader = method()
+        assert loader is not None
+        return loader(parameter, *args, **kwargs)
+
+    clear_and_load.__signature__ = inspect.signature(load)  # type: ignore[attr-defined]
+    return clear_and_load
 
 
 def unread_parameters(layer: "RoutedExperts", names: Iterable[str]) -> list[str]:

@@ -3,12 +3,12 @@
 """Ranges for CUDA: hot pages in HBM, cold pages in host memory the GPU reads."""
 
 import functools
-import importlib.util
 
 import torch
 
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.expert_weight_provider import format_bytes
+from vllm.model_executor.layers.fused_moe.pinned_hot import device_range as vmm
 from vllm.model_executor.layers.fused_moe.pinned_hot.backing import (
     PlannedBytes,
     RangeBacking,
@@ -22,6 +22,7 @@ from vllm.model_executor.layers.fused_moe.pinned_hot.placement import (
     page_runs,
 )
 from vllm.utils.math_utils import cdiv
+from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
 
 logger = init_logger(__name__)
 
@@ -29,6 +30,9 @@ logger = init_logger(__name__)
 _PAGE_BYTES = 2 << 20
 _PROBE_BYTES = 256 << 20
 _PROBE_REPEATS = 3
+# Below this fraction of the bandwidth of ordinary pinned memory, two tensors per
+# expert tensor would serve better than one range.
+_RANGE_WORTH = 0.9
 
 
 class DeviceBacking(RangeBacking):
@@ -44,13 +48,12 @@ class DeviceBacking(RangeBacking):
     def __init__(self, device: int):
         self.device = device
         self.built_bytes = 0
+        self.host_bytes_per_s = 0.0
 
     @staticmethod
     def why_not_here() -> str | None:
         """Why this process cannot use ranges, without touching the GPU."""
-        if importlib.util.find_spec("cuda") is None or (
-            importlib.util.find_spec("cuda.bindings") is None
-        ):
+        if vmm.driver is None:
             return (
                 "the Python package cuda-bindings is missing. Install it "
                 "(`pip install cuda-bindings`); torch's CUDA builds bring it."
@@ -58,8 +61,6 @@ class DeviceBacking(RangeBacking):
         return None
 
     def check(self, planned: PlannedBytes, ranks_on_node: int) -> None:
-        from vllm.model_executor.layers.fused_moe.pinned_hot import device_range as vmm
-
         if not vmm.supports_ranges(self.device):
             raise ValueError(
                 f"GPU {self.device}: the driver offers no virtual memory management "
@@ -102,21 +103,25 @@ class DeviceBacking(RangeBacking):
                 "container, allow the mbind and set_mempolicy system calls "
                 "(`--cap-add SYS_NICE`), or use --expert-provider resident."
             ) from error
-        sink = torch.empty_like(pages)
-        seconds = []
-        for _ in range(_PROBE_REPEATS):
-            begin = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
-            begin.record()
-            torch.bitwise_not(pages, out=sink)
-            end.record()
-            end.synchronize()
-            seconds.append(begin.elapsed_time(end) / 1e3)
-        logger.info_once(
-            "GPU %d reads host pages at %.1f GB/s",
-            self.device,
-            _PROBE_BYTES / min(seconds) / 1e9,
+        self.host_bytes_per_s = _read_bytes_per_s(pages)
+        pinned = torch.empty(
+            _PROBE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True
         )
+        uva = _read_bytes_per_s(get_accelerator_view_from_cpu_tensor(pinned))
+        logger.info_once(
+            "GPU %d reads host pages of a range at %.1f GB/s and pinned memory at "
+            "%.1f GB/s",
+            self.device,
+            self.host_bytes_per_s / 1e9,
+            uva / 1e9,
+        )
+        if self.host_bytes_per_s < _RANGE_WORTH * uva:
+            logger.warning_once(
+                "GPU %d: ranges read host memory at %.0f %% of what this machine can "
+                "do. Cold experts will cost more than they need to.",
+                self.device,
+                self.host_bytes_per_s / uva * 100,
+            )
 
     def build(self, source: torch.Tensor, hot: PageMask, label: str) -> torch.Tensor:
         try:
@@ -136,8 +141,6 @@ class DeviceBacking(RangeBacking):
         return home
 
     def _range(self, like: torch.Tensor, hot: PageMask | list[bool]) -> torch.Tensor:
-        from vllm.model_executor.layers.fused_moe.pinned_hot import device_range as vmm
-
         assert len(hot) == cdiv(like.numel() * like.element_size(), self.page_bytes)
         runs = list(page_runs(hot, self.page_bytes))
         locations = vmm.device_location(self.device), vmm.host_location(self.device)
@@ -150,6 +153,21 @@ class DeviceBacking(RangeBacking):
             torch.cuda.empty_cache()
             made = vmm.DeviceRange(self.device, runs, self.page_bytes, *locations)
         return made.tensor(like)
+
+
+def _read_bytes_per_s(source: torch.Tensor) -> float:
+    """How fast a kernel reads a tensor, bytes per second."""
+    sink = torch.empty(source.shape, dtype=source.dtype, device="cuda")
+    seconds = []
+    for _ in range(_PROBE_REPEATS):
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        begin.record()
+        torch.bitwise_not(source, out=sink)
+        end.record()
+        end.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3)
+    return source.numel() * source.element_size() / min(seconds)
 
 
 @functools.cache

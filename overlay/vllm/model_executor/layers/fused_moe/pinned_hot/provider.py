@@ -217,7 +217,7 @@ class PinnedHotProvider(ExpertWeightProvider):
         names = expert_tensors(layer)
         if names is None or not self._map.names(self.layer_name):
             return  # `bind` refuses the layer or leaves it resident
-        self.deferred = defer_loading(layer, names.rows)
+        self.deferred = defer_loading(layer, names.loaded, names.zeroed)
 
     @classmethod
     def bind(
@@ -265,7 +265,7 @@ class PinnedHotProvider(ExpertWeightProvider):
         backing.check(planned, vllm_config.parallel_config.local_world_size)
 
     def check(self, layer: "RoutedExperts") -> str | None:
-        return why_not_rows(layer)
+        return why_not_rows(layer, loaded=False)
 
     def attach(self, layer: "RoutedExperts") -> None:
         names = expert_tensors(layer)
@@ -276,11 +276,11 @@ class PinnedHotProvider(ExpertWeightProvider):
                 f"BaseModelLoader. Use --load-format {_LOAD_FORMATS[0]}."
             )
         if self.deferred and not (self.attached or self._dummy):
-            _require_read(layer, names.rows)
+            _require_read(layer, names.loaded)
         parameters = {name: getattr(layer, name) for name in names.rows}
         if self._homes == {name: p.data_ptr() for name, p in parameters.items()}:
             return
-        if reason := why_not_rows(layer):
+        if reason := why_not_rows(layer, loaded=True):
             raise ValueError(f"{self.layer_name}: after post-processing, {reason}")
         entry, backing = self._entry, self._backing
         tensors = [row_tensor(parameter) for parameter in parameters.values()]
@@ -357,10 +357,10 @@ def _plan_bytes(
     for name, layer in layers.items():
         names = expert_tensors(layer)
         assert names is not None
-        tensors = [row_tensor(getattr(layer, x), names.bits) for x in names.rows]
+        tensors = [row_tensor(getattr(layer, x), names.bits) for x in names.loaded]
         num_bytes = sum(tensor.num_bytes for tensor in tensors)
         total += num_bytes
-        loaded = sum(row_tensor(getattr(layer, x)).num_bytes for x in names.rows)
+        loaded = sum(row_tensor(getattr(layer, x)).num_bytes for x in names.loaded)
         largest = max(largest, loaded + num_bytes)
         hot += hot_budget(tensors, entries[name].hot_rows, page_bytes)
     return PlannedBytes(hot=hot, total=total, largest_layer=largest)

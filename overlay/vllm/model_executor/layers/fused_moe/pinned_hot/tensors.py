@@ -2,10 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Which tensors of a MoE layer hold expert rows, per quantization method.
 
-The list is closed: a tensor nobody has named here may be an alias of the rows, and
-what still reads the old storage would not see the re-homed one.
+The list is closed: a method or a kernel nobody has compared with the resident layer
+is refused by name.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,42 +19,63 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 
+_WEIGHTS = ("w13_weight", "w2_weight")
+_PACKED = ("w13_weight_packed", "w2_weight_packed")
+_QWEIGHTS = ("w13_qweight", "w2_qweight")
+
+
 @dataclass(frozen=True)
 class ExpertTensors:
-    """Expert-indexed parameters of a quantization method's layers.
+    """Expert rows of a quantization method's layers.
 
     Attributes:
-        small: `(E, …)` tensors that stay where they were loaded: scales and biases.
         kernels: Experts classes the method was shown to be exact with.
+        loaded: `(E, …)` parameters that the checkpoint's weights are read into.
+        rows: `(E, …)` parameters that hold them after post-processing; their rows
+            are placed page by page. Everything else of a layer (scales, zero
+            points, biases) stays where post-processing put it.
         bits: Bits of a weight after post-processing, for methods that quantize
             while loading; None where the parameters are created as they stay.
-        rows: `(E, …)` weights whose rows are placed page by page.
+        zeroed: Whether stock clears the parameters before they are read, because
+            a checkpoint may leave padding unread.
 
     """
 
-    small: tuple[str, ...]
     kernels: tuple[str, ...]
+    loaded: tuple[str, ...] = _WEIGHTS
+    rows: tuple[str, ...] = _WEIGHTS
     bits: int | None = None
-    rows: tuple[str, ...] = ("w13_weight", "w2_weight")
+    zeroed: bool = False
 
 
-_BIASES = ("w13_bias", "w2_bias", "e_score_correction_bias")
-_SCALES = (*_BIASES, "w13_weight_scale", "w2_weight_scale")
-_BLOCK_SCALES = (*_BIASES, "w13_weight_scale_inv", "w2_weight_scale_inv")
-_INT8_SCALES = (*_BIASES, "w13_scale", "w2_scale")
 _TRITON = ("TritonExperts",)
+_TRITON_OR_CUTLASS = ("TritonExperts", "TritonOrCutlassExperts")
+_MARLIN = ("MarlinExperts",)
 _CPU = ("CPUUnquantizedExperts", "X86CPUUnquantizedExperts")
 
 # A pair is listed once its layers were equal, bit for bit, to the resident ones
 # (tests/kernels/moe/test_pinned_hot_cuda.py and test_pinned_hot_provider.py).
 _BY_METHOD: dict[str, ExpertTensors] = {
-    "UnquantizedFusedMoEMethod": ExpertTensors(_BIASES, _TRITON + _CPU),
-    "Fp8PerTensorOnlineMoEMethod": ExpertTensors(_SCALES, _TRITON, bits=8),
-    "Fp8PerBlockOnlineMoEMethod": ExpertTensors(_BLOCK_SCALES, _TRITON, bits=8),
-    "Fp8PtpcOnlineMoEMethod": ExpertTensors(
-        _SCALES, ("TritonOrCutlassExperts",), bits=8
-    ),
-    "Int8OnlineMoEMethod": ExpertTensors(_INT8_SCALES, _TRITON, bits=8),
+    "UnquantizedFusedMoEMethod": ExpertTensors(_TRITON + _CPU),
+    # Quantized while loading.
+    "Fp8PerTensorOnlineMoEMethod": ExpertTensors(_TRITON, bits=8),
+    "Fp8PerBlockOnlineMoEMethod": ExpertTensors(_TRITON, bits=8),
+    "Fp8PtpcOnlineMoEMethod": ExpertTensors(("TritonOrCutlassExperts",), bits=8),
+    "Int8OnlineMoEMethod": ExpertTensors(_TRITON, bits=8),
+    "Mxfp8OnlineMoEMethod": ExpertTensors(_MARLIN, bits=8),
+    "Mxfp4OnlineMoEMethod": ExpertTensors(_MARLIN, bits=4),
+    # Quantized checkpoints.
+    "Fp8MoEMethod": ExpertTensors(_TRITON),
+    "CompressedTensorsW8A8Fp8MoEMethod": ExpertTensors(_TRITON_OR_CUTLASS),
+    "CompressedTensorsWNA16MoEMethod": ExpertTensors(_MARLIN, _PACKED, _PACKED),
+    "CompressedTensorsW4A4Nvfp4MoEMethod": ExpertTensors(_MARLIN, _PACKED),
+    "AutoGPTQMoEMethod": ExpertTensors(_MARLIN, _QWEIGHTS, _QWEIGHTS),
+    "AutoAWQMoEMethod": ExpertTensors(_MARLIN, _QWEIGHTS, _QWEIGHTS),
+    "ModelOptFp8MoEMethod": ExpertTensors(_TRITON_OR_CUTLASS),
+    "ModelOptMxFp8FusedMoE": ExpertTensors(_MARLIN),
+    "ModelOptNvFp4FusedMoE": ExpertTensors(_MARLIN),
+    "Mxfp4MoEMethod": ExpertTensors(_MARLIN, zeroed=True),
+    "GptOssMxfp4MoEMethod": ExpertTensors(_MARLIN, zeroed=True),
 }
 
 
@@ -62,8 +84,14 @@ def expert_tensors(layer: "RoutedExperts") -> ExpertTensors | None:
     return _BY_METHOD.get(type(layer.quant_method).__name__)
 
 
-def why_not_rows(layer: "RoutedExperts") -> str | None:
-    """Why the layer's tensors cannot be placed row by row, or None."""
+def why_not_rows(layer: "RoutedExperts", loaded: bool) -> str | None:
+    """Why the layer's tensors cannot be placed row by row, or None.
+
+    Args:
+        layer: The layer.
+        loaded: Whether its weights are there and post-processed.
+
+    """
     if fused := layer.expert_map_manager.num_fused_shared_experts:
         return (
             f"{fused} shared experts are fused into its tensors and an expert map "
@@ -78,33 +106,50 @@ def why_not_rows(layer: "RoutedExperts") -> str | None:
     if (kernel := _kernel_name(layer)) not in names.kernels:
         return (
             f"{type(layer.quant_method).__name__} on {kernel} has not been shown to be "
-            f"exact with re-homed weights (shown: {', '.join(names.kernels)})"
+            f"exact with re-homed weights (shown: {', '.join(names.kernels)}; "
+            "--moe-backend chooses)"
         )
+    wanted = names.rows if loaded else names.loaded
     present = dict(layer.named_parameters())
-    for name in names.rows:
+    for name in wanted:
         if name not in present:
             return f"it has no parameter {name}"
         if reason := _why_not_row_tensor(present[name], layer.local_num_experts):
             return f"parameter {name} {reason}"
-    for name, parameter in present.items():
-        if name not in (*names.rows, *names.small) and parameter.dim() > 0:
+    if not loaded:
+        return None
+    rows = [present[name] for name in names.rows]
+    storages = {_storage(row) for row in rows}
+    for where, tensor in _reachable_tensors(layer):
+        if _storage(tensor) in storages and not any(tensor is row for row in rows):
             return (
-                f"parameter {name} {tuple(parameter.shape)} is not known to be "
-                "indexed by expert or not"
+                f"{where} {tuple(tensor.shape)} shares memory with its expert rows and "
+                "would go on using the memory they leave"
             )
-    kernel = getattr(layer.quant_method, "moe_kernel", None)
-    for owner in (layer, getattr(kernel, "fused_experts", None)):
-        for name, value in vars(owner).items() if owner is not None else ():
-            if (
-                isinstance(value, torch.Tensor)
-                and value.dim() > 0
-                and value.shape[0] == layer.local_num_experts
-            ):
-                return (
-                    f"{type(owner).__name__}.{name} {tuple(value.shape)} may be "
-                    "indexed by expert and is not a parameter"
-                )
     return None
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _reachable_tensors(layer: "RoutedExperts") -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that the layer's forward pass may read, with where they hang."""
+    kernel = getattr(layer.quant_method, "moe_kernel", None)
+    experts = getattr(kernel, "fused_experts", None)
+    config = getattr(layer.quant_method, "moe_quant_config", None)
+    owners = [layer, experts, config]
+    if config is not None:
+        owners += [x for x in vars(config).values() if hasattr(x, "__dict__")]
+    for owner in owners:
+        if owner is None or isinstance(owner, torch.Tensor):
+            continue
+        values = dict(vars(owner))
+        if isinstance(owner, torch.nn.Module):
+            values |= owner._parameters | owner._buffers
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and not value.is_meta:
+                yield f"{type(owner).__name__}.{name}", value
 
 
 def _kernel_name(layer: "RoutedExperts") -> str:

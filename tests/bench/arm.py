@@ -175,7 +175,7 @@ def main() -> None:
     there = [layer for layer in layers if layer is not None]
     if there and job["arm"] != "positional":
         backing = device_backing(torch.accelerator.current_device_index())
-        result["host_bytes_per_s"] = backing.host_bytes_per_s
+        result["cold_bytes_per_s"] = backing.cold_bytes_per_s
     result["hot_bytes"] = sum(layer.hot_bytes for layer in there)
     result["cold_bytes"] = sum(layer.cold_bytes for layer in there)
     result["hot_rows"] = sum(layer.hot_rows for layer in there)

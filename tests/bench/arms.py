@@ -185,7 +185,7 @@ def time_budget(
     needs takes longer than those kernels.
     """
     row_bytes = arm["cold_bytes"] / arm["cold_rows"]
-    row_us = row_bytes / arm["host_bytes_per_s"] * 1e6
+    row_us = row_bytes / arm["cold_bytes_per_s"] * 1e6
     found = {}
     for streams, shares in arm["distinct_cold"].items():
         kernels_us = resident["experts_us_per_layer"][streams]

@@ -105,7 +105,8 @@ def test_tokens_equal_stock(dtype, generate, trees, tmp_path, prompts):
             cold_served += sum(seen[e] for e in layer["ranking"][hot:])
         # The path under test really ran, on both kinds of rows.
         assert cold_served > 0 and (hot_served > 0) == (hot > 0)
-    assert "Expert weights: 5 layers, 0 rows hot (0.00 MiB)" in ours["log"]
+    assert "Expert weights: 5 layers" in ours["log"]
+    assert "0 rows hot: 0.00 MiB in locked memory" in ours["log"]
 
 
 def test_compile_cache_keys(generate, trees, tmp_path):

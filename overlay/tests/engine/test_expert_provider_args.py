@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The expert provider flags: defaults, values, and flags without effect."""
 
+from dataclasses import fields
+
 import pytest
 from tests.kernels.moe.expert_provider_utils import engine_config, write_model
 
@@ -13,7 +15,7 @@ from vllm.model_executor.layers.fused_moe.expert_weight_provider import (
 )
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-FLAGS = ("expert_provider", "expert_map", "expert_layout", "expert_cold_dir")
+FLAGS = tuple(field.name for field in fields(ExpertProviderConfig))
 
 
 @pytest.fixture
@@ -27,15 +29,42 @@ def test_defaults_are_stock(parser):
         "expert_provider": "resident",
         "expert_map": None,
         "expert_layout": "auto",
+        "expert_hbm_gib": None,
+        "expert_keep_kv_tokens": None,
+        "expert_cold_tier": "host",
         "expert_cold_dir": None,
     }
 
 
 def test_flags_reach_the_arguments(parser):
     argv = ["--expert-provider", "pinned_hot", "--expert-map", "/m.json"]
-    argv += ["--expert-layout", "range", "--expert-cold-dir", "/cold"]
+    argv += ["--expert-layout", "range", "--expert-hbm-gib", "auto"]
+    argv += ["--expert-keep-kv-tokens", "4096", "--expert-cold-tier", "peer:1"]
+    argv += ["--expert-cold-dir", "/cold"]
     args = EngineArgs.from_cli_args(parser.parse_args(argv))
-    assert [getattr(args, name) for name in FLAGS] == argv[1::2]
+    assert [str(getattr(args, name)) for name in FLAGS] == argv[1::2]
+
+
+@pytest.mark.parametrize(
+    "option,value",
+    [
+        ("expert_hbm_gib", "much"),
+        ("expert_hbm_gib", "-1"),
+        ("expert_hbm_gib", "inf"),
+        ("expert_hbm_gib", "nan"),
+        ("expert_keep_kv_tokens", 0),
+        ("expert_cold_tier", "disk"),
+        ("expert_cold_tier", "peer:x"),
+    ],
+)
+def test_value_that_means_nothing_is_an_error(tmp_path, option, value):
+    flag = "--" + option.replace("_", "-")
+    with pytest.raises(ValueError, match=f"{flag} {value}: n"):
+        engine_config(write_model(tmp_path / "model"), **{option: value})
+
+
+def test_size_may_be_a_number():
+    assert ExpertProviderConfig(expert_hbm_gib=1.5).expert_hbm_gib == "1.5"
 
 
 def test_layout_is_a_closed_list(parser, capsys):
@@ -54,6 +83,9 @@ def test_default_engine_config_has_the_default_provider(tmp_path):
     [
         ("expert_map", "/m.json"),
         ("expert_layout", "range"),
+        ("expert_hbm_gib", "1"),
+        ("expert_keep_kv_tokens", 16),
+        ("expert_cold_tier", "peer:1"),
         ("expert_cold_dir", "/cold"),
     ],
 )

@@ -2,7 +2,12 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Configuration of where a MoE layer's expert weights live."""
 
+import math
+import re
+from dataclasses import fields
 from typing import TYPE_CHECKING, Literal
+
+from pydantic import field_validator
 
 from vllm.config.utils import config, hash_factors
 
@@ -35,18 +40,71 @@ class ExpertProviderConfig:
       kernel runs unchanged.
     - "split": two tensors and a row map."""
 
+    expert_hbm_gib: str | None = None
+    """A number of GiB, or "auto": fast memory per rank for expert rows (HBM;
+    locked memory on the CPU backend). The pages that are read most, over all
+    layers, get it. Default: the rows before the expert map's cut. "auto" is what
+    weights, activations and the KV cache leave of `--gpu-memory-utilization`; it
+    needs `--expert-keep-kv-tokens` or `--kv-cache-memory-bytes`."""
+
+    expert_keep_kv_tokens: int | None = None
+    """Tokens the KV cache shall have room for, with `--expert-hbm-gib auto`."""
+
+    expert_cold_tier: str = "host"
+    """Where cold rows lie on CUDA:
+    - "host": pinned host memory of the GPU's NUMA node.
+    - "peer:N": free memory of this process's GPU N, read over NVLink."""
+
     expert_cold_dir: str | None = None
     """Directory for the cold rows when they are served from disk (CPU backend).
     Needs a disk file system with room for the cold rows.
     Default: the system's temporary directory. The files have no name, so they
     vanish with the process, however it ends."""
 
+    @field_validator("expert_hbm_gib", mode="before")
+    @classmethod
+    def _is_size_or_auto(cls, value: object) -> object:
+        if value is None or value == "auto":
+            return value
+        try:
+            size = float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            size = math.nan
+        if not 0 <= size < math.inf:
+            raise ValueError(
+                f"--expert-hbm-gib {value}: neither a number of GiB nor 'auto'."
+            )
+        return str(value)
+
+    @field_validator("expert_keep_kv_tokens")
+    @classmethod
+    def _is_positive(cls, value: int | None) -> int | None:
+        if value is not None and value < 1:
+            raise ValueError(f"--expert-keep-kv-tokens {value}: not a number above 0.")
+        return value
+
+    @field_validator("expert_cold_tier")
+    @classmethod
+    def _is_tier(cls, value: str) -> str:
+        if not re.fullmatch(r"host|peer:\d+", value):
+            raise ValueError(
+                f"--expert-cold-tier {value}: neither 'host' nor 'peer:N', where N is "
+                "the index of another GPU of this process."
+            )
+        return value
+
+    @property
+    def peer_device(self) -> int | None:
+        """Index of the GPU that holds cold rows; None for host memory."""
+        kind, _, device = self.expert_cold_tier.partition(":")
+        return int(device) if kind == "peer" else None
+
     def uuid(self) -> str:
         """Identify the config in compile-cache keys.
 
         Only what can change a traced graph takes part: the provider and the
-        layout. The map and the cold directory choose the memory behind
-        unchanged tensors, so a new map must not cost a recompilation.
+        layout. The other options choose the memory behind unchanged tensors, so
+        a new map must not cost a recompilation.
         """
         return hash_factors(
             {"expert_provider": self.expert_provider, "layout": self.expert_layout}
@@ -73,7 +131,8 @@ class ExpertProviderConfig:
         """Flags of this group, besides the provider, that differ from default."""
         default = ExpertProviderConfig()
         return [
-            "--" + name.replace("_", "-")
-            for name in ("expert_map", "expert_layout", "expert_cold_dir")
-            if getattr(self, name) != getattr(default, name)
+            "--" + field.name.replace("_", "-")
+            for field in fields(self)  # type: ignore[arg-type]
+            if field.name != "expert_provider"
+            and getattr(self, field.name) != getattr(default, field.name)
         ]

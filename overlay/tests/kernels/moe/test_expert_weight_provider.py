@@ -86,15 +86,29 @@ def test_layer_outside_an_engine_is_resident():
     assert type(create_expert_provider("x")) is ResidentProvider
 
 
-def test_residency_in_one_sentence():
+def test_residency_of_a_model():
+    memories = ("HBM", "host memory")
     layers = [
-        ExpertResidency(24, 8, 3 << 30, 1 << 20, 0.01),
-        ExpertResidency(24, 8, 1 << 30, 1 << 20, 0.03),
+        ExpertResidency(24, 8, 3 << 30, 1 << 20, 1 << 20, 0.01, 1e6, memories, 50e9),
+        ExpertResidency(24, 8, 1 << 30, 1 << 20, 1 << 20, 0.03, 4e6, memories, 50e9),
     ]
-    assert describe_residency(layers) == (
-        "2 layers, 48 rows hot (4.00 GiB), 16 rows cold (2.00 MiB); 2.00% of the "
-        "profiled selections are cold"
-    )
+    assert describe_residency(layers).split("\n    ") == [
+        "2 layers",
+        "48 rows hot: 4.00 GiB in HBM, 2.00 MiB of them parts of cold rows",
+        "16 rows cold: 2.00 MiB in host memory",
+        (
+            "2.00% of the profiled selections are cold, 4.77 MiB a token or 0.10 ms at "
+            "50.0 GB/s"
+        ),
+    ]
+
+
+def test_residency_without_a_profile():
+    assert describe_residency([ExpertResidency(1, 0, 1 << 20, 0)]).split("\n    ") == [
+        "1 layers",
+        "1 rows hot: 1.00 MiB in fast memory",
+        "0 rows cold: 0.00 MiB in slower memory",
+    ]
 
 
 @pytest.mark.parametrize(

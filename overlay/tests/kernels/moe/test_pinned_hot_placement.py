@@ -3,15 +3,15 @@
 """Properties of the page placement, against brute force on small geometries."""
 
 import random
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
 
 from vllm.model_executor.layers.fused_moe.pinned_hot.placement import (
     RowTensor,
-    hot_budget,
     hot_bytes_per_row,
+    hot_pages,
     page_heat,
     page_runs,
     place_pages,
@@ -29,22 +29,22 @@ def random_heat(num_rows, seed):
     counts = [rng.choice((0, 0, 1, 5, 40)) for _ in range(num_rows)]
     ranking = sorted(range(num_rows), key=lambda e: (-counts[e], e))
     total = sum(counts) or 1
-    return row_heat(ranking, [counts[e] / total for e in ranking], num_rows // 2)
+    return row_heat(ranking, [counts[e] / total for e in ranking])
 
 
-def rows_of_page(tensor, page):
+def row_of_each_byte(tensor, page):
     first = page * PAGE
     last = min(first + PAGE, tensor.num_bytes)
-    return {byte // tensor.row_bytes for byte in range(first, last)}
+    return [byte // tensor.row_bytes for byte in range(first, last)]
 
 
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
 @pytest.mark.parametrize("row_bytes", ROW_BYTES)
-def test_heat_of_a_page_is_the_sum_over_overlapping_rows(num_rows, row_bytes):
+def test_heat_of_a_page_is_the_sum_over_its_bytes(num_rows, row_bytes):
     tensor = RowTensor(num_rows, row_bytes)
     heat = random_heat(num_rows, seed=row_bytes)
     expected = [
-        sum(heat[row] for row in rows_of_page(tensor, page))
+        sum(heat[row] for row in row_of_each_byte(tensor, page))
         for page in range(tensor.num_pages(PAGE))
     ]
     assert np.array_equal(page_heat(tensor, heat, PAGE), np.array(expected))
@@ -66,7 +66,7 @@ def test_placement_keeps_the_budget_and_the_hottest_pages(
     if fraction == 1.0:
         assert hot == sum(len(mask) for mask in masks)
     else:
-        assert budget <= hot * PAGE < budget + PAGE or hot == sum(map(len, masks))
+        assert hot * PAGE <= budget < (hot + 1) * PAGE
     kept, dropped = [], []
     for tensor, heat, mask in zip(tensors, heats, masks, strict=True):
         for page, value in enumerate(page_heat(tensor, heat, PAGE).tolist()):
@@ -78,52 +78,69 @@ def test_placement_keeps_the_budget_and_the_hottest_pages(
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
 @pytest.mark.parametrize("row_bytes", ROW_BYTES)
 @pytest.mark.parametrize("seed", range(3))
-def test_hot_budget_is_every_page_that_a_hot_row_touches(num_rows, row_bytes, seed):
+def test_hot_pages_are_those_that_a_hot_row_touches(num_rows, row_bytes, seed):
     rng = random.Random(seed)
     hot = rng.sample(range(num_rows), rng.randint(0, num_rows))
-    tensors = [RowTensor(num_rows, row_bytes), RowTensor(num_rows, row_bytes + 3)]
-    expected = 0
+    tensor = RowTensor(num_rows, row_bytes)
+    mask = hot_pages(tensor, hot, PAGE)
+    assert mask.tolist() == [
+        bool(set(row_of_each_byte(tensor, page)) & set(hot))
+        for page in range(tensor.num_pages(PAGE))
+    ]
+    per_row = hot_bytes_per_row(tensor, mask, PAGE)
+    assert all(per_row[row] == row_bytes for row in hot)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_budget_leaves_the_least_cold_traffic(seed):
+    """Against every other choice of as many pages, on two small layers."""
+    rng = random.Random(seed)
+    tensors = [RowTensor(3, rng.randint(9, 36)), RowTensor(4, rng.randint(9, 28))]
+    shares = []
     for tensor in tensors:
-        pages = range(tensor.num_pages(PAGE))
-        expected += sum(bool(rows_of_page(tensor, page) & set(hot)) for page in pages)
-    assert hot_budget(tensors, hot, PAGE) == expected * PAGE
+        draws = sorted((rng.random() for _ in range(tensor.num_rows)), reverse=True)
+        shares.append([draw / sum(draws) for draw in draws])
+    heats = [row_heat(range(len(share)), share) for share in shares]
+    pages = [tensor.num_pages(PAGE) for tensor in tensors]
+    for count in range(sum(pages) + 1):
+        masks = place_pages(tensors, heats, count * PAGE, PAGE)
+        assert sum(int(mask.sum()) for mask in masks) == count
 
+        def cold_traffic(flat):
+            parts = np.split(np.asarray(flat, dtype=bool), [pages[0]])
+            return sum(
+                share * (tensor.row_bytes - hot)
+                for tensor, mask, rows in zip(tensors, parts, shares, strict=True)
+                for share, hot in zip(
+                    rows, hot_bytes_per_row(tensor, mask, PAGE), strict=True
+                )
+            )
 
-@pytest.mark.parametrize("row_bytes", ROW_BYTES)
-@pytest.mark.parametrize("hot", (0, 1, 3, 31, 32))
-def test_hot_rows_are_hot_as_a_whole(row_bytes, hot):
-    """With the budget of the cut, no byte of a hot row is cold."""
-    share = sorted((random.Random(row_bytes).random() for _ in range(32)), reverse=True)
-    share = [value / sum(share) for value in share]
-    ranking = random.Random(hot).sample(range(32), 32)
-    tensors = [RowTensor(32, row_bytes), RowTensor(32, row_bytes + 3)]
-    heat = row_heat(ranking, share, hot)
-    budget = hot_budget(tensors, ranking[:hot], PAGE)
-    masks = place_pages(tensors, [heat, heat], budget, PAGE)
-    assert sum(int(mask.sum()) for mask in masks) * PAGE == budget
-    for tensor, mask in zip(tensors, masks, strict=True):
-        per_row = hot_bytes_per_row(tensor, mask, PAGE)
-        assert all(per_row[row] == tensor.row_bytes for row in ranking[:hot])
+        best = min(
+            cold_traffic([page in chosen for page in range(sum(pages))])
+            for chosen in combinations(range(sum(pages)), count)
+        )
+        assert cold_traffic(np.concatenate(masks)) == pytest.approx(best, rel=1e-6)
 
 
 def test_placement_is_global_over_layers():
     """One very hot layer takes the whole budget from a cold one."""
     tensors = [RowTensor(4, PAGE), RowTensor(4, PAGE)]
-    cold = row_heat([0, 1, 2, 3], [0.4, 0.3, 0.2, 0.1], 0)
-    hot = row_heat([0, 1, 2, 3], [0.25] * 4, 0) * 10
+    cold = row_heat([0, 1, 2, 3], [0.4, 0.3, 0.2, 0.1])
+    hot = row_heat([0, 1, 2, 3], [0.25] * 4) * 10
     masks = place_pages(tensors, [cold, hot], 4 * PAGE, PAGE)
     assert [int(mask.sum()) for mask in masks] == [0, 4]
 
 
 def test_ranking_decides_where_the_profile_saw_nothing():
     """An idle layer keeps the first rows of its ranking, not the lowest ids."""
-    heat = row_heat([3, 1, 0, 2], [0.0] * 4, 0)
+    heat = row_heat([3, 1, 0, 2], [0.0] * 4)
     (mask,) = place_pages([RowTensor(4, PAGE)], [heat], 2 * PAGE, PAGE)
     assert mask.tolist() == [False, True, False, True]
 
 
 def test_equal_heat_goes_to_the_lower_page():
-    heat = np.zeros((4, 3), dtype=np.int64)
+    heat = np.zeros((4, 2), dtype=np.int64)
     (mask,) = place_pages([RowTensor(4, PAGE)], [heat], 2 * PAGE, PAGE)
     assert mask.tolist() == [True, True, False, False]
 

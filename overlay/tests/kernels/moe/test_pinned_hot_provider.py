@@ -110,24 +110,47 @@ def test_layer_is_bit_identical(tmp_path, hot, dtype, has_bias):
                 assert residency.hot_bytes > 0 and residency.cold_bytes > 0
 
 
-def test_one_page_of_budget(tmp_path, monkeypatch):
-    """Less than a row is still a budget: its hottest page is hot."""
-    config = pinned_config(tmp_path, hot=1)
-    place = provider_module.place_pages
-
-    def one_page(tensors, heats, budget_bytes, page_bytes):
-        return place(tensors, heats, 1, page_bytes)
-
-    monkeypatch.setattr(provider_module, "place_pages", one_page)
+def test_budget_instead_of_the_cut(tmp_path):
+    """Layers with steeper traffic get more of it, and no byte is lost or moved."""
+    page = 4096
+    options = {"hidden": 256, "intermediate": 512}
+    flat, steep = rank_experts([9] * NUM_EXPERTS, 1), rank_experts(COUNTS, 1)
+    entries = dict(zip(LAYER_NAMES, (flat, steep), strict=True))
+    total = 2 * NUM_EXPERTS * 3 * 256 * 512 * 4
+    gib = total / 4 / (1 << 30)
+    config = pinned_config(
+        tmp_path, 1, map_changes={"layers": entries}, expert_hbm_gib=gib
+    )
     with single_rank(config, tmp_path):
-        (layer, _) = load(config, torch.float32)
-        hot_pages = pages_in_memory(layer.w13_weight)
-        hot_pages += pages_in_memory(layer.w2_weight)
-        output = run(layer, 17)
-    assert sum(hot_pages) == 1
+        layers = load(config, torch.float32, **options)
+        found = [layer.expert_provider.residency() for layer in layers]
+        in_memory = sum(
+            sum(pages_in_memory(p)) for layer in layers for p in layer.parameters()
+        )
+        outputs = [run(layer, 17) for layer in layers]
+    assert sum(x.hot_bytes for x in found) == total / 4 == in_memory * page
+    assert found[1].hot_bytes > found[0].hot_bytes
+    assert found[1].expected_cold_bytes < found[0].expected_cold_bytes
     stock = engine_config(write_model(tmp_path / "model"))
     with single_rank(stock, tmp_path):
-        assert torch.equal(run(load(stock, torch.float32)[0], 17), output)
+        for layer, output in zip(
+            load(stock, torch.float32, **options), outputs, strict=True
+        ):
+            assert torch.equal(run(layer, 17), output)
+
+
+def test_one_page_of_budget(tmp_path):
+    """Less than a row is still a budget: its hottest page is hot."""
+    config = pinned_config(tmp_path, hot=1, expert_hbm_gib=5000 / (1 << 30))
+    with single_rank(config, tmp_path):
+        layers = load(config, torch.float32)
+        hot_pages = [pages_in_memory(p) for x in layers for p in x.parameters()]
+        outputs = [run(layer, 17) for layer in layers]
+    assert sum(map(sum, hot_pages)) == 1
+    stock = engine_config(write_model(tmp_path / "model"))
+    with single_rank(stock, tmp_path):
+        for layer, output in zip(load(stock, torch.float32), outputs, strict=True):
+            assert torch.equal(run(layer, 17), output)
 
 
 def test_cold_rows_are_not_in_memory_after_load(tmp_path):
@@ -336,6 +359,9 @@ def test_fused_shared_experts_are_refused(tmp_path):
         ({"offload_group_size": 2}, "--offload-group-size"),
         ({"load_format": "sharded_state"}, "--load-format sharded_state"),
         ({"expert_cold_dir": "/dev/null/x"}, "--expert-cold-dir /dev/null/x"),
+        ({"expert_cold_tier": "peer:1"}, "--expert-cold-tier peer:1"),
+        ({"expert_hbm_gib": "auto"}, "--expert-hbm-gib auto has no effect"),
+        ({"expert_keep_kv_tokens": 64}, "--expert-keep-kv-tokens 64"),
     ],
 )
 def test_engine_that_cannot_be_served(tmp_path, kwargs, named):

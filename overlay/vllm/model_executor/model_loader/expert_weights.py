@@ -27,6 +27,16 @@ def _provided_layers(model: nn.Module) -> "dict[str, RoutedExperts]":
     }
 
 
+def _unloaded_bytes(model: nn.Module, layers: "dict[str, RoutedExperts]") -> int:
+    """Bytes of the parameters outside MoE layers that are on the meta device."""
+    experts = {id(p) for layer in layers.values() for p in layer.parameters()}
+    return sum(
+        parameter.numel() * parameter.element_size()
+        for parameter in model.parameters()
+        if parameter.is_meta and id(parameter) not in experts
+    )
+
+
 def bind_expert_providers(
     model: nn.Module, vllm_config: VllmConfig, model_config: ModelConfig
 ) -> None:
@@ -49,7 +59,8 @@ def bind_expert_providers(
         expert_provider_class,
     )
 
-    expert_provider_class(name).bind(layers, vllm_config, model_config)
+    provider = expert_provider_class(name)
+    provider.bind(layers, vllm_config, model_config, _unloaded_bytes(model, layers))
 
 
 def expert_weights_attached(module: nn.Module) -> bool:

@@ -43,8 +43,13 @@ class ExpertResidency:
         cold_rows: The other experts.
         hot_bytes: Bytes of expert tensors in fast memory, whole pages.
         cold_bytes: Bytes of expert tensors elsewhere, whole pages.
+        straddling_bytes: Those of `hot_bytes` that are parts of cold rows.
         expected_cold_share: Share of the profiled selections that pick a cold
             row, 0 to 1; None when no profile is known.
+        expected_cold_bytes: Cold bytes that a token of the profile reads on
+            average, if no other token needs the same; None likewise.
+        memories: What fast memory and the other one are, for people.
+        cold_bytes_per_s: How fast the other memory is read; None if not measured.
 
     """
 
@@ -52,7 +57,11 @@ class ExpertResidency:
     cold_rows: int
     hot_bytes: int
     cold_bytes: int
+    straddling_bytes: int = 0
     expected_cold_share: float | None = None
+    expected_cold_bytes: float | None = None
+    memories: tuple[str, str] = ("fast memory", "slower memory")
+    cold_bytes_per_s: float | None = None
 
 
 class ExpertWeightProvider(ABC):
@@ -96,6 +105,7 @@ class ExpertWeightProvider(ABC):
         layers: "dict[str, RoutedExperts]",
         vllm_config: VllmConfig,
         model_config: ModelConfig,
+        unloaded_bytes: int,
     ) -> None:
         """Settle which layers the provider serves, before any weight is loaded.
 
@@ -107,6 +117,8 @@ class ExpertWeightProvider(ABC):
             vllm_config: The engine's configuration.
             model_config: The model they belong to; its `runner_type` is "draft"
                 for the model of a speculative decoder.
+            unloaded_bytes: Bytes of the model's other parameters that have no memory
+                yet, since they are quantized while loading.
 
         Raises:
             ValueError: A layer cannot be served.
@@ -228,28 +240,38 @@ def create_expert_provider(layer_name: str) -> ExpertWeightProvider:
     return expert_provider_class(config.expert_provider)(config, layer_name)
 
 
-def format_bytes(num_bytes: int) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Write a size for people: GiB with two digits, below one GiB in MiB."""
     unit, name = (1 << 30, "GiB") if num_bytes >= 1 << 30 else (1 << 20, "MiB")
     return f"{num_bytes / unit:.2f} {name}"
 
 
 def describe_residency(residencies: Iterable[ExpertResidency]) -> str:
-    """Sum up the residency of layers in one sentence."""
+    """Write the start-up block about the residency of a model's layers."""
     layers = list(residencies)
-    shares = [
-        layer.expected_cold_share
-        for layer in layers
-        if layer.expected_cold_share is not None
+
+    def total(name: str) -> int:
+        return sum(getattr(layer, name) for layer in layers)
+
+    fast, slow = layers[0].memories
+    hot_bytes, cold_bytes = total("hot_bytes"), total("cold_bytes")
+    lines = [
+        f"{len(layers)} layers",
+        f"{total('hot_rows')} rows hot: {format_bytes(hot_bytes)} in {fast}",
+        f"{total('cold_rows')} rows cold: {format_bytes(cold_bytes)} in {slow}",
     ]
-    expected = (
-        f"; {sum(shares) / len(shares):.2%} of the profiled selections are cold"
-        if shares
-        else ""
-    )
-    return (
-        f"{len(layers)} layers, {sum(x.hot_rows for x in layers)} rows hot "
-        f"({format_bytes(sum(x.hot_bytes for x in layers))}), "
-        f"{sum(x.cold_rows for x in layers)} rows cold "
-        f"({format_bytes(sum(x.cold_bytes for x in layers))}){expected}"
-    )
+    if straddling := total("straddling_bytes"):
+        lines[1] += f", {format_bytes(straddling)} of them parts of cold rows"
+    shares = [
+        x.expected_cold_share for x in layers if x.expected_cold_share is not None
+    ]
+    if shares:
+        lines.append(
+            f"{sum(shares) / len(shares):.2%} of the profiled selections are cold"
+        )
+        per_token = sum(layer.expected_cold_bytes or 0 for layer in layers)
+        lines[-1] += f", {format_bytes(per_token)} a token"
+        if speed := layers[0].cold_bytes_per_s:
+            milliseconds = per_token / speed * 1e3
+            lines[-1] += f" or {milliseconds:.2f} ms at {speed / 1e9:.1f} GB/s"
+    return "\n    ".join(lines)

@@ -36,6 +36,10 @@ class RangeBacking(ABC):
 
     page_bytes: int
     """Granularity of placement, bytes."""
+    memories: tuple[str, str]
+    """What the hot and the cold memory are, for people."""
+    cold_bytes_per_s: float | None = None
+    """How fast cold pages are read, once measured."""
 
     @abstractmethod
     def check(self, planned: PlannedBytes, ranks_on_node: int) -> None:

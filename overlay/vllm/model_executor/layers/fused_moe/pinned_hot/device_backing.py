@@ -36,19 +36,34 @@ _RANGE_WORTH = 0.9
 
 
 class DeviceBacking(RangeBacking):
-    """HBM and host pages of one GPU.
+    """HBM pages of one GPU, and cold pages that it reads.
 
     Args:
         device: Index of the GPU in this process.
+        peer: Index of another GPU whose memory takes the cold pages; None for host
+            memory.
 
     """
 
     page_bytes = _PAGE_BYTES
 
-    def __init__(self, device: int):
+    def __init__(self, device: int, peer: int | None = None):
         self.device = device
+        self.peer = peer
         self.built_bytes = 0
-        self.host_bytes_per_s = 0.0
+        self.memories = (
+            "HBM",
+            "host memory" if peer is None else f"memory of GPU {peer}",
+        )
+
+    def _locations(self) -> tuple[vmm.Location, vmm.Location]:
+        """Where hot and cold pages lie."""
+        cold = (
+            vmm.host_location(self.device)
+            if self.peer is None
+            else vmm.device_location(self.peer)
+        )
+        return vmm.device_location(self.device), cold
 
     @staticmethod
     def why_not_here() -> str | None:
@@ -67,8 +82,8 @@ class DeviceBacking(RangeBacking):
                 "here (WSL, vGPU and some containers lack it). Use --expert-provider "
                 "resident."
             )
-        hot, cold = vmm.device_location(self.device), vmm.host_location(self.device)
-        for where, location in (("HBM", hot), ("host", cold)):
+        hot, cold = self._locations()
+        for where, location in (("hot", hot), ("cold", cold)):
             if (found := vmm.granularity(location)) > self.page_bytes:
                 raise ValueError(
                     f"GPU {self.device}: {where} pages of {format_bytes(found)} are "
@@ -81,46 +96,72 @@ class DeviceBacking(RangeBacking):
             raise ValueError(
                 f"GPU {self.device}: the hot expert rows and one layer in work need "
                 f"{format_bytes(need)} of HBM and {format_bytes(free)} of "
-                f"{format_bytes(total)} are free. Lower `hot` in the expert map."
+                f"{format_bytes(total)} are free. Lower `hot` in the expert map or "
+                "--expert-hbm-gib."
             )
-        reason = why_memory_too_small(
-            (planned.total - planned.hot) * ranks_on_node,
-            "cold expert rows",
-            memory_headroom(),
-        )
-        if reason:
-            raise ValueError(reason.replace("Lower `hot`", "Raise `hot`"))
+        cold_bytes = planned.total - planned.hot
+        if self.peer is None:
+            headroom = memory_headroom()
+            need = cold_bytes * ranks_on_node
+            if reason := why_memory_too_small(need, "cold expert rows", headroom):
+                raise ValueError(reason.replace("Lower `hot`", "Raise `hot`"))
+        else:
+            self._check_peer(cold_bytes)
         self._probe()
 
+    def _check_peer(self, cold_bytes: int) -> None:
+        assert self.peer is not None
+        flag = f"--expert-cold-tier peer:{self.peer}"
+        if not torch.cuda.can_device_access_peer(self.device, self.peer):
+            raise ValueError(
+                f"{flag}: GPU {self.device} cannot read the memory of GPU {self.peer} "
+                "directly. Use --expert-cold-tier host."
+            )
+        free, total = torch.cuda.mem_get_info(self.peer)
+        if cold_bytes > free:
+            raise ValueError(
+                f"{flag}: the cold expert rows need {format_bytes(cold_bytes)} and "
+                f"{format_bytes(free)} of {format_bytes(total)} are free there. Raise "
+                "`hot` in the expert map or --expert-hbm-gib."
+            )
+
     def _probe(self) -> None:
-        """Map host pages once and log how fast the GPU reads them."""
+        """Map cold pages once and log how fast the GPU reads them."""
         like = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device="meta")
         try:
             pages = self._range(like, [False] * (_PROBE_BYTES // self.page_bytes))
         except RuntimeError as error:
+            if self.peer is not None:
+                raise ValueError(
+                    f"--expert-cold-tier peer:{self.peer}: its pages cannot be mapped "
+                    f"for GPU {self.device} ({error}). Use --expert-cold-tier host."
+                ) from error
             raise ValueError(
                 f"GPU {self.device}: host pages cannot be mapped ({error}). In a "
                 "container, allow the mbind and set_mempolicy system calls "
                 "(`--cap-add SYS_NICE`), or use --expert-provider resident."
             ) from error
-        self.host_bytes_per_s = _read_bytes_per_s(pages)
+        self.cold_bytes_per_s = _read_bytes_per_s(pages)
+        logger.info_once(
+            "GPU %d reads %s in a range at %.1f GB/s",
+            self.device,
+            self.memories[1],
+            self.cold_bytes_per_s / 1e9,
+        )
+        if self.peer is None:
+            self._compare_with_pinned()
+
+    def _compare_with_pinned(self) -> None:
         pinned = torch.empty(
             _PROBE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True
         )
         uva = _read_bytes_per_s(get_accelerator_view_from_cpu_tensor(pinned))
-        logger.info_once(
-            "GPU %d reads host pages of a range at %.1f GB/s and pinned memory at "
-            "%.1f GB/s",
-            self.device,
-            self.host_bytes_per_s / 1e9,
-            uva / 1e9,
-        )
-        if self.host_bytes_per_s < _RANGE_WORTH * uva:
+        if self.cold_bytes_per_s < _RANGE_WORTH * uva:
             logger.warning_once(
-                "GPU %d: ranges read host memory at %.0f %% of what this machine can "
-                "do. Cold experts will cost more than they need to.",
+                "GPU %d reads pinned host memory outside a range at %.1f GB/s: cold "
+                "experts cost more here than the link asks for.",
                 self.device,
-                self.host_bytes_per_s / uva * 100,
+                uva / 1e9,
             )
 
     def build(self, source: torch.Tensor, hot: PageMask, label: str) -> torch.Tensor:
@@ -131,8 +172,8 @@ class DeviceBacking(RangeBacking):
             hot_bytes = int(hot.sum()) * self.page_bytes
             raise RuntimeError(
                 f"{label}: cannot re-home {format_bytes(num_bytes)} "
-                f"({format_bytes(hot_bytes)} of them in HBM, "
-                f"{format_bytes(num_bytes - hot_bytes)} in host memory, after "
+                f"({format_bytes(hot_bytes)} of them hot, "
+                f"{format_bytes(num_bytes - hot_bytes)} cold, after "
                 f"{format_bytes(self.built_bytes)} of other tensors): {error}. Move "
                 "the cut `hot` in the expert map towards the memory that is free."
             ) from error
@@ -143,7 +184,7 @@ class DeviceBacking(RangeBacking):
     def _range(self, like: torch.Tensor, hot: PageMask | list[bool]) -> torch.Tensor:
         assert len(hot) == cdiv(like.numel() * like.element_size(), self.page_bytes)
         runs = list(page_runs(hot, self.page_bytes))
-        locations = vmm.device_location(self.device), vmm.host_location(self.device)
+        locations = self._locations()
         try:
             made = vmm.DeviceRange(self.device, runs, self.page_bytes, *locations)
         except vmm.DriverError as error:
@@ -171,6 +212,6 @@ def _read_bytes_per_s(source: torch.Tensor) -> float:
 
 
 @functools.cache
-def device_backing(device: int) -> DeviceBacking:
-    """The process's backing on a GPU."""
-    return DeviceBacking(device)
+def device_backing(device: int, peer: int | None = None) -> DeviceBacking:
+    """The process's backing on a GPU, with cold pages on another one or the host."""
+    return DeviceBacking(device, peer)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -24,6 +24,10 @@ except ImportError:
     # CPU builds of torch do not bring the bindings; `DeviceBacking.why_not_here`
     # says so before anything here is called.
     driver = None
+
+
+Location: TypeAlias = "driver.CUmemLocation"
+"""A kind of memory: a GPU's, or the host's at a NUMA node."""
 
 
 class DriverError(RuntimeError):
@@ -50,14 +54,14 @@ def _call(function: Callable[..., tuple[Any, ...]], *args: object) -> Any:
     return values[0] if values else None
 
 
-def _properties(location: driver.CUmemLocation) -> driver.CUmemAllocationProp:
+def _properties(location: Location) -> driver.CUmemAllocationProp:
     properties = driver.CUmemAllocationProp()
     properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     properties.location = location
     return properties
 
 
-def device_location(device: int) -> driver.CUmemLocation:
+def device_location(device: int) -> Location:
     """Memory of a GPU, by its index in this process."""
     location = driver.CUmemLocation()
     location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -65,7 +69,7 @@ def device_location(device: int) -> driver.CUmemLocation:
     return location
 
 
-def host_location(device: int) -> driver.CUmemLocation:
+def host_location(device: int) -> Location:
     """Host memory, of the NUMA node nearest to a GPU where the driver names one."""
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID
     node = _call(driver.cuDeviceGetAttribute, attribute, device)
@@ -79,7 +83,7 @@ def host_location(device: int) -> driver.CUmemLocation:
     return location
 
 
-def granularity(location: driver.CUmemLocation) -> int:
+def granularity(location: Location) -> int:
     """Smallest size of physical memory at a location, bytes."""
     flags = driver.CUmemAllocationGranularity_flags
     return _call(
@@ -124,8 +128,8 @@ class DeviceRange:
         device: int,
         runs: Iterable[PageRun],
         page_bytes: int,
-        hot: driver.CUmemLocation,
-        cold: driver.CUmemLocation,
+        hot: Location,
+        cold: Location,
     ):
         runs = list(runs)
         self.device = device

@@ -87,6 +87,8 @@ class FileBacking(RangeBacking):
 
     """
 
+    memories = ("locked memory", "files")
+
     def __init__(self, directory: str | None):
         self.directory = directory or tempfile.gettempdir()
         self.page_bytes = mmap.PAGESIZE

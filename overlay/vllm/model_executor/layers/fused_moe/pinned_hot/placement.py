@@ -4,9 +4,13 @@
 
 An expert tensor is a run of `E` equal rows in one address range; the range is
 backed page by page. Rows and pages do not align, so a page may carry bytes of
-several experts: its heat is the sum of the heat of all experts that overlap it,
-and the hottest pages of all given tensors get the budget. `hot_budget` says how much
-that is for a number of rows.
+several experts. Two rules say which pages are hot:
+
+- A cut (`hot_pages`): every page that carries a byte of a hot row.
+- A budget in bytes (`place_pages`): the pages of all layers that are read most. A
+  page's heat is the sum over the experts in it of their share of the selections
+  times their bytes in it, so that no other choice of pages has less expected cold
+  traffic.
 
 Everything is integer arithmetic, so a placement is the same on every machine.
 """
@@ -23,8 +27,9 @@ from vllm.utils.math_utils import cdiv
 PageMask = npt.NDArray[np.bool_]
 """`(num_pages,)`: which pages of one range are hot."""
 
-# Shares become integers with this many steps; far finer than any profile.
-_HEAT_STEPS = 1 << 40
+# Shares become integers with this many steps, finer than a profile can tell. A sum
+# over a tensor of 16 GiB rows still fits 63 bits.
+_HEAT_STEPS = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -65,81 +70,69 @@ class PageRun:
     hot: bool
 
 
-def row_heat(
-    ranking: Sequence[int], share: Sequence[float], hot: int
-) -> npt.NDArray[np.int64]:
+def hot_pages(tensor: RowTensor, hot_rows: Sequence[int], page_bytes: int) -> PageMask:
+    """Every page that carries a byte of a hot row.
+
+    A hot row takes bytes of its neighbours along on its first and last page, or
+    every use of it would read a part from cold memory.
+
+    Args:
+        tensor: Geometry of the tensor.
+        hot_rows: Rows to keep hot.
+        page_bytes: Page size in bytes.
+
+    Returns:
+        `(num_pages,)` mask.
+
+    """
+    rows = np.asarray(hot_rows, dtype=np.int64)
+    touched = np.zeros(tensor.num_pages(page_bytes) + 1, dtype=np.int64)
+    np.add.at(touched, rows * tensor.row_bytes // page_bytes, 1)
+    np.add.at(touched, ((rows + 1) * tensor.row_bytes - 1) // page_bytes + 1, -1)
+    return np.cumsum(touched)[:-1] > 0
+
+
+def row_heat(ranking: Sequence[int], share: Sequence[float]) -> npt.NDArray[np.int64]:
     """Heat of each row of a layer, from the layer's map.
 
     Args:
         ranking: Experts, hottest first: a permutation of 0 … E-1.
         share: Their share of the selections, in the same order.
-        hot: Rows to keep hot: the first of the ranking.
 
     Returns:
-        `(E, 3)` int64, to be compared column by column: 1 for rows before the cut;
-        the share in integer steps; the place in the ranking counted from its cold
-        end. The first keeps every page of a hot row above pages that only cold
-        rows share, the last obeys the ranking where the profile saw no traffic.
+        `(E, 2)` int64, to be compared column by column: the share in integer steps,
+        and the place in the ranking counted from its cold end, which decides where
+        the profile saw no traffic.
 
     """
     num_rows = len(ranking)
-    heat = np.empty((num_rows, 3), dtype=np.int64)
+    heat = np.empty((num_rows, 2), dtype=np.int64)
     for place, expert in enumerate(ranking):
-        heat[expert] = (
-            place < hot,
-            round(share[place] * _HEAT_STEPS),
-            num_rows - place,
-        )
+        heat[expert] = round(share[place] * _HEAT_STEPS), num_rows - place
     return heat
 
 
 def page_heat(
     tensor: RowTensor, heat: npt.NDArray[np.int64], page_bytes: int
 ) -> npt.NDArray[np.int64]:
-    """Sum the heat of the rows that overlap each page.
+    """Sum the heat of each page's bytes.
 
     Args:
         tensor: Geometry of the tensor.
-        heat: `(E, 3)` from `row_heat`.
+        heat: `(E, 2)` from `row_heat`.
         page_bytes: Page size in bytes.
 
     Returns:
-        `(num_pages, 3)` int64.
+        `(num_pages, 2)` int64.
 
     """
-    start = np.arange(tensor.num_pages(page_bytes), dtype=np.int64) * page_bytes
-    end = np.minimum(start + page_bytes, tensor.num_bytes)
-    first_row = start // tensor.row_bytes
-    last_row = (end - 1) // tensor.row_bytes
-    below = np.concatenate([np.zeros_like(heat[:1]), np.cumsum(heat, axis=0)])
-    return below[last_row + 1] - below[first_row]
-
-
-def hot_budget(
-    tensors: Sequence[RowTensor], hot_rows: Sequence[int], page_bytes: int
-) -> int:
-    """Bytes of hot memory that keep some rows of each tensor hot as a whole.
-
-    A row's first and last page may carry bytes of its neighbours: a hot row takes
-    them along, or every use of it would read a part from cold memory.
-
-    Args:
-        tensors: Geometry of a layer's tensors.
-        hot_rows: Rows to keep hot.
-        page_bytes: Page size in bytes.
-
-    Returns:
-        Whole pages, in bytes.
-
-    """
-    total = 0
-    rows = np.asarray(hot_rows, dtype=np.int64)
-    for tensor in tensors:
-        touched = np.zeros(tensor.num_pages(page_bytes) + 1, dtype=np.int64)
-        np.add.at(touched, rows * tensor.row_bytes // page_bytes, 1)
-        np.add.at(touched, ((rows + 1) * tensor.row_bytes - 1) // page_bytes + 1, -1)
-        total += int((np.cumsum(touched) > 0).sum()) * page_bytes
-    return total
+    edge = np.arange(tensor.num_pages(page_bytes) + 1, dtype=np.int64) * page_bytes
+    edge = np.minimum(edge, tensor.num_bytes)
+    row = edge // tensor.row_bytes
+    inside = (edge - row * tensor.row_bytes)[:, None]
+    before = np.concatenate([np.zeros_like(heat[:1]), np.cumsum(heat, axis=0)])
+    padded = np.concatenate([heat, np.zeros_like(heat[:1])])
+    return np.diff(before[row] * tensor.row_bytes + padded[row] * inside, axis=0)
 
 
 def place_pages(
@@ -152,8 +145,8 @@ def place_pages(
 
     Args:
         tensors: Geometry of each tensor; they may belong to several layers.
-        heats: For each tensor the `(E, 3)` heat of its rows.
-        budget_bytes: Hot memory to use, rounded up to a whole page.
+        heats: For each tensor the `(E, 2)` heat of its rows.
+        budget_bytes: Hot memory to use, rounded down to whole pages.
         page_bytes: Page size in bytes.
 
     Returns:
@@ -166,8 +159,8 @@ def place_pages(
         for tensor, heat in zip(tensors, heats, strict=True)
     ]
     counts = [len(pages) for pages in per_tensor]
-    budget_pages = min(cdiv(budget_bytes, page_bytes), sum(counts))
-    heat = np.concatenate(per_tensor) if per_tensor else np.empty((0, 3), np.int64)
+    budget_pages = min(budget_bytes // page_bytes, sum(counts))
+    heat = np.concatenate(per_tensor) if per_tensor else np.empty((0, 2), np.int64)
     # lexsort is stable and takes its last key first
     hottest = np.lexsort(-heat[:, ::-1].T)[:budget_pages]
     hot = np.zeros(sum(counts), dtype=np.bool_)

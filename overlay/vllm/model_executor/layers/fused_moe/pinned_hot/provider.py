@@ -11,14 +11,17 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.expert_provider import ExpertProviderConfig
+from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.expert_weight_provider import (
     ExpertResidency,
     ExpertWeightProvider,
     ResidentProvider,
+    format_bytes,
 )
 from vllm.model_executor.layers.fused_moe.pinned_hot.backing import (
     PlannedBytes,
@@ -35,6 +38,7 @@ from vllm.model_executor.layers.fused_moe.pinned_hot.device_backing import (
     device_backing,
 )
 from vllm.model_executor.layers.fused_moe.pinned_hot.file_backing import file_backing
+from vllm.model_executor.layers.fused_moe.pinned_hot.hbm_budget import plan_hbm
 from vllm.model_executor.layers.fused_moe.pinned_hot.map_file import (
     ExpertMap,
     ExpertMapError,
@@ -45,8 +49,8 @@ from vllm.model_executor.layers.fused_moe.pinned_hot.map_file import (
 from vllm.model_executor.layers.fused_moe.pinned_hot.placement import (
     PageMask,
     RowTensor,
-    hot_budget,
     hot_bytes_per_row,
+    hot_pages,
     place_pages,
     row_heat,
 )
@@ -59,6 +63,8 @@ from vllm.platforms import current_platform
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+logger = init_logger(__name__)
 
 # Loaders that fill a model's parameters in place; the others bring their own
 # storage, which would be re-homed only after the whole model is in memory.
@@ -76,7 +82,8 @@ def _backing(config: ExpertProviderConfig) -> RangeBacking:
     """The backing of this process's platform and device."""
     if current_platform.is_cpu():
         return file_backing(config.expert_cold_dir)
-    return device_backing(torch.accelerator.current_device_index())
+    device = torch.accelerator.current_device_index()
+    return device_backing(device, config.peer_device)
 
 
 def model_fingerprint(model_config: ModelConfig, num_moe_layers: int) -> Fingerprint:
@@ -108,6 +115,40 @@ def _loads_draft_model(vllm_config: VllmConfig) -> bool:
     )
 
 
+def _why_not_tier(experts: ExpertProviderConfig, ranks: int) -> str | None:
+    peer = experts.peer_device
+    if peer is None:
+        return None
+    if ranks > 1:
+        return (
+            f"--expert-cold-tier peer:{peer} serves one GPU and {ranks} ranks would "
+            "share it. Use --expert-cold-tier host."
+        )
+    if not 0 < peer < (count := current_platform.device_count()):
+        return (
+            f"--expert-cold-tier peer:{peer}: this process sees GPUs 0 … {count - 1} "
+            "and runs on GPU 0. Name another one, or add it to CUDA_VISIBLE_DEVICES."
+        )
+    return None
+
+
+def _why_not_budget(vllm_config: VllmConfig) -> str | None:
+    experts, cache = vllm_config.offload_config.experts, vllm_config.cache_config
+    if experts.expert_hbm_gib != "auto":
+        if experts.expert_keep_kv_tokens is not None:
+            return (
+                f"--expert-keep-kv-tokens {experts.expert_keep_kv_tokens} has no "
+                "effect without --expert-hbm-gib auto. Add that or drop the flag."
+            )
+        return None
+    if (experts.expert_keep_kv_tokens is None) == (cache.kv_cache_memory_bytes is None):
+        return (
+            "--expert-hbm-gib auto needs to know how large the KV cache shall be: "
+            "give either --expert-keep-kv-tokens or --kv-cache-memory-bytes."
+        )
+    return None
+
+
 def _why_not_engine(vllm_config: VllmConfig) -> str | None:
     """Why no layer of this engine can be served, with the cure, or None."""
     model_config = vllm_config.model_config
@@ -128,11 +169,26 @@ def _why_not_engine(vllm_config: VllmConfig) -> str | None:
                 "sleep mode cannot release or restore expert ranges. Drop "
                 "--enable-sleep-mode."
             )
-    elif not current_platform.is_cpu():
+        if reason := _why_not_tier(offload.experts, parallel.world_size):
+            return reason
+    elif current_platform.is_cpu():
+        if offload.experts.expert_cold_tier != "host":
+            return (
+                f"--expert-cold-tier {offload.experts.expert_cold_tier} has no effect "
+                "on the CPU backend. Drop it."
+            )
+        if offload.experts.expert_hbm_gib == "auto":
+            return (
+                "--expert-hbm-gib auto has no effect on the CPU backend, whose KV "
+                "cache is sized by the user. Give a number of GiB."
+            )
+    else:
         return (
             f"platform {current_platform.device_type!r} has no page backing; layout "
             "'range' runs on CUDA and on the CPU backend. Drop the flag."
         )
+    if reason := _why_not_budget(vllm_config):
+        return reason
     if offload.experts.expert_layout == "split":
         return "--expert-layout split is not there yet. Use range or auto."
     if vllm_config.lora_config is not None:
@@ -176,6 +232,7 @@ class PinnedHotProvider(ExpertWeightProvider):
         self.deferred = False
         self._dummy = False
         self._entry: LayerMap | None = None
+        self._budget: int | None = None
         self._homes: dict[str, int] = {}
         self._residency: ExpertResidency | None = None
 
@@ -225,6 +282,7 @@ class PinnedHotProvider(ExpertWeightProvider):
         layers: "dict[str, RoutedExperts]",
         vllm_config: VllmConfig,
         model_config: ModelConfig,
+        unloaded_bytes: int,
     ) -> None:
         """Match the map's layers with the model's and check every budget.
 
@@ -251,18 +309,20 @@ class PinnedHotProvider(ExpertWeightProvider):
         if not is_draft:
             model = model_fingerprint(model_config, len(layers))
             expert_map.check_model(model, path)
-        super().bind(layers, vllm_config, model_config)
+        super().bind(layers, vllm_config, model_config, unloaded_bytes)
         entries = expert_map.draft_layers if is_draft else expert_map.layers
         dummy = vllm_config.load_config.load_format == "dummy"
-        for name, layer in layers.items():
-            assert isinstance(layer.expert_provider, cls)
-            layer.expert_provider._entry = entries[name]
-            layer.expert_provider._dummy = dummy
-            if layer.expert_provider.deferred:
-                release_layer_references(layer)
         backing = _backing(vllm_config.offload_config.experts)
-        planned = _plan_bytes(layers, entries, backing.page_bytes)
+        budget = _budget_bytes(vllm_config, unloaded_bytes)
+        hot_bytes, planned = _plan(layers, entries, budget, backing.page_bytes)
         backing.check(planned, vllm_config.parallel_config.local_world_size)
+        for name, layer in layers.items():
+            provider = layer.expert_provider
+            assert isinstance(provider, cls)
+            provider._entry, provider._dummy = entries[name], dummy
+            provider._budget = None if budget is None else hot_bytes[name]
+            if provider.deferred:
+                release_layer_references(layer)
 
     def check(self, layer: "RoutedExperts") -> str | None:
         return why_not_rows(layer, loaded=False)
@@ -277,16 +337,14 @@ class PinnedHotProvider(ExpertWeightProvider):
             )
         if self.deferred and not (self.attached or self._dummy):
             _require_read(layer, names.loaded)
-        parameters = {name: getattr(layer, name) for name in names.rows}
-        if self._homes == {name: p.data_ptr() for name, p in parameters.items()}:
+        parameters = {name: getattr(layer, name, None) for name in names.rows}
+        if self._homes and self._homes == _addresses(parameters):
             return
         if reason := why_not_rows(layer, loaded=True):
             raise ValueError(f"{self.layer_name}: after post-processing, {reason}")
-        entry, backing = self._entry, self._backing
+        backing = self._backing
         tensors = [row_tensor(parameter) for parameter in parameters.values()]
-        heat = row_heat(entry.ranking, entry.share, entry.hot)
-        budget = hot_budget(tensors, entry.hot_rows, backing.page_bytes)
-        masks = place_pages(tensors, [heat] * len(tensors), budget, backing.page_bytes)
+        masks = _place(self._entry, tensors, self._budget, backing.page_bytes)
         ranges = [
             backing.build(parameter.data, mask, f"{self.layer_name}.{name}")
             for (name, parameter), mask in zip(parameters.items(), masks, strict=True)
@@ -295,38 +353,45 @@ class PinnedHotProvider(ExpertWeightProvider):
         # objects stay and their storage changes.
         for parameter, home in zip(parameters.values(), ranges, strict=True):
             parameter.data = home
-        self._homes = {name: p.data_ptr() for name, p in parameters.items()}
-        self._residency = _residency(entry, tensors, masks, backing.page_bytes)
+        self._homes = _addresses(parameters)
+        self._residency = _residency(self._entry, tensors, masks, layer.top_k, backing)
         self.attached = True
 
     def residency(self) -> ExpertResidency | None:
         return self._residency
 
 
+def _addresses(parameters: Mapping[str, torch.Tensor | None]) -> dict[str, int]:
+    return {name: p.data_ptr() for name, p in parameters.items() if p is not None}
+
+
 def _residency(
     entry: LayerMap,
     tensors: Sequence[RowTensor],
     masks: Sequence[PageMask],
-    page_bytes: int,
+    top_k: int,
+    backing: RangeBacking,
 ) -> ExpertResidency:
-    cold_rows = {
-        row
+    hot_per_row = sum(
+        hot_bytes_per_row(tensor, mask, backing.page_bytes)
         for tensor, mask in zip(tensors, masks, strict=True)
-        for row, hot in enumerate(hot_bytes_per_row(tensor, mask, page_bytes))
-        if hot < tensor.row_bytes
-    }
-    hot_pages = sum(int(mask.sum()) for mask in masks)
+    )
+    cold_per_row = sum(tensor.row_bytes for tensor in tensors) - hot_per_row
+    is_cold = cold_per_row > 0
+    share = np.zeros(len(entry.ranking))
+    share[list(entry.ranking)] = entry.share
+    hot_pages_count = sum(int(mask.sum()) for mask in masks)
     pages = sum(len(mask) for mask in masks)
     return ExpertResidency(
-        hot_rows=len(entry.ranking) - len(cold_rows),
-        cold_rows=len(cold_rows),
-        hot_bytes=hot_pages * page_bytes,
-        cold_bytes=(pages - hot_pages) * page_bytes,
-        expected_cold_share=sum(
-            share
-            for expert, share in zip(entry.ranking, entry.share, strict=True)
-            if expert in cold_rows
-        ),
+        hot_rows=int((~is_cold).sum()),
+        cold_rows=int(is_cold.sum()),
+        hot_bytes=hot_pages_count * backing.page_bytes,
+        cold_bytes=(pages - hot_pages_count) * backing.page_bytes,
+        straddling_bytes=int(hot_per_row[is_cold].sum()),
+        expected_cold_share=float(share[is_cold].sum()),
+        expected_cold_bytes=float((share * cold_per_row).sum() * top_k),
+        memories=backing.memories,
+        cold_bytes_per_s=backing.cold_bytes_per_s,
     )
 
 
@@ -348,19 +413,94 @@ def _leave_resident(layer: "RoutedExperts") -> None:
     layer.expert_provider = ResidentProvider(provider.config, provider.layer_name)
 
 
-def _plan_bytes(
+def _place(
+    entry: LayerMap,
+    tensors: Sequence[RowTensor],
+    budget: int | None,
+    page_bytes: int,
+) -> list[PageMask]:
+    """Hot pages of one layer: of the rows before the cut, or within a budget."""
+    if budget is None:
+        return [hot_pages(tensor, entry.hot_rows, page_bytes) for tensor in tensors]
+    heat = row_heat(entry.ranking, entry.share)
+    return place_pages(tensors, [heat] * len(tensors), budget, page_bytes)
+
+
+def _budget_bytes(vllm_config: VllmConfig, unloaded_bytes: int) -> int | None:
+    """Bytes of `--expert-hbm-gib`; None to follow the map's cut.
+
+    Raises:
+        ValueError: `auto`, and nothing is left for the experts.
+
+    """
+    size = vllm_config.offload_config.experts.expert_hbm_gib
+    if size is None:
+        return None
+    if size != "auto":
+        return int(float(size) * (1 << 30))
+    device = torch.accelerator.current_device_index()
+    plan = plan_hbm(vllm_config, device, unloaded_bytes)
+    logger.info(
+        "GPU %d: %s for expert rows = %s usable - %s in use - %s for the KV cache - "
+        "%s for activations (estimated)",
+        device,
+        *map(
+            format_bytes,
+            (plan.experts, plan.limit, plan.used, plan.kv_cache, plan.activations),
+        ),
+    )
+    if plan.experts < 0:
+        raise ValueError(
+            f"--expert-hbm-gib auto: the KV cache ({format_bytes(plan.kv_cache)}), "
+            f"activations ({format_bytes(plan.activations)}, estimated) and the other "
+            f"weights ({format_bytes(plan.used)} in use) exceed "
+            f"{format_bytes(plan.limit)} of GPU {device}. Ask for a smaller KV cache "
+            "or raise --gpu-memory-utilization."
+        )
+    return plan.experts
+
+
+def _plan(
     layers: "dict[str, RoutedExperts]",
     entries: Mapping[str, LayerMap],
+    budget: int | None,
     page_bytes: int,
-) -> PlannedBytes:
-    hot = total = largest = 0
+) -> tuple[dict[str, int], PlannedBytes]:
+    """Bytes of hot pages by layer name, and what the model asks of the backing.
+
+    Layers differ in how much of a budget they deserve: their pages are compared
+    with each other.
+    """
+    geometry: dict[str, list[RowTensor]] = {}
+    largest = 0
     for name, layer in layers.items():
         names = expert_tensors(layer)
         assert names is not None
-        tensors = [row_tensor(getattr(layer, x), names.bits) for x in names.loaded]
-        num_bytes = sum(tensor.num_bytes for tensor in tensors)
-        total += num_bytes
-        loaded = sum(row_tensor(getattr(layer, x)).num_bytes for x in names.loaded)
-        largest = max(largest, loaded + num_bytes)
-        hot += hot_budget(tensors, entries[name].hot_rows, page_bytes)
-    return PlannedBytes(hot=hot, total=total, largest_layer=largest)
+        parameters = [getattr(layer, x) for x in names.loaded]
+        geometry[name] = [row_tensor(p, names.bits) for p in parameters]
+        as_kept = sum(tensor.num_bytes for tensor in geometry[name])
+        as_loaded = sum(row_tensor(p).num_bytes for p in parameters)
+        largest = max(largest, as_kept + as_loaded)
+    if budget is None:
+        masks = [
+            mask
+            for name, tensors in geometry.items()
+            for mask in _place(entries[name], tensors, None, page_bytes)
+        ]
+    else:
+        heats = [
+            heat
+            for name, tensors in geometry.items()
+            for heat in [row_heat(entries[name].ranking, entries[name].share)]
+            * len(tensors)
+        ]
+        flat = [tensor for tensors in geometry.values() for tensor in tensors]
+        masks = place_pages(flat, heats, budget, page_bytes)
+    remaining = iter(masks)
+    hot_bytes = {
+        name: sum(int(next(remaining).sum()) for _ in tensors) * page_bytes
+        for name, tensors in geometry.items()
+    }
+    total = sum(len(mask) for mask in masks) * page_bytes
+    planned = PlannedBytes(sum(hot_bytes.values()), total, largest)
+    return hot_bytes, planned

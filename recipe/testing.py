@@ -1,20 +1,21 @@
 """The verb ``test``: the tiers, each with the Python it needs."""
 
 import argparse
+import atexit
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
-from recipe.env import ensure_env
 from recipe.errors import RecipeError
 from recipe.paths import ROOT
-from recipe.tree import patched_tree
 
 _OTHERS = "not cpu and not image and not gpu and not sm100 and not drift"
 
@@ -45,11 +46,37 @@ def _tools() -> Path:
 
 
 def _cpu() -> Path:
+    from recipe.env import ensure_env
+
     return ensure_env("cpu")
 
 
-def _cuda() -> Path:
-    return ensure_env("cuda")
+def _cpu_tree() -> Path:
+    from recipe.tree import patched_tree
+
+    return patched_tree("cpu")
+
+
+def _overlaid() -> Path:
+    """This Python, whose vLLM has the overlay: in an image, or after ``install``."""
+    try:
+        found = find_spec("vllm.config.expert_provider")
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise RecipeError(
+            f"{sys.executable} has no vLLM with the overlay. Run this in the image, or "
+            "set PYTHON to one for which ./build.sh install was run."
+        )
+    return Path(sys.executable)
+
+
+def _upstream_tests() -> Path:
+    """The overlay's tests alone: beside them, its vLLM would hide the installed one."""
+    folder = Path(tempfile.mkdtemp(prefix="upstream-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    shutil.copytree(ROOT / "overlay" / "tests", folder / "tests")
+    return folder
 
 
 TIERS: dict[str, tuple[Step, ...]] = {
@@ -63,19 +90,14 @@ TIERS: dict[str, tuple[Step, ...]] = {
             _cpu,
             ("tests",),
             "not gpu and not sm100",
-            lambda: patched_tree("cpu"),
+            _cpu_tree,
             workers=2,
         ),
     ),
     "image": (Step("images", _tools, ("tests/image",), "image"),),
     "gpu": (
-        Step(
-            "upstream-bound tests in the patched tree",
-            _cuda,
-            ("tests",),
-            "not cpu and not sm100",
-            lambda: patched_tree("cuda"),
-        ),
+        Step("layers on this GPU", _overlaid, ("tests",), "gpu", _upstream_tests),
+        Step("engines on this GPU", _overlaid, ("tests/gpu",), "gpu"),
     ),
 }
 DEFAULT = ("tier1", "cpu", "image")
@@ -117,9 +139,13 @@ def run_step(step: Step, extra: Sequence[str], report: Path) -> int:
     command += [f"--junitxml={report}", "-m", step.marker, *step.paths, *extra]
     if step.workers > 1:
         command += [f"--numprocesses={step.workers}", "--dist=loadfile"]
-    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    env = dict(os.environ)
+    if step.python is not _overlaid:
+        env.pop("PYTHONPATH", None)
     if where != ROOT:
-        env["PYTHONPATH"] = str(where)
+        env["PYTHONPATH"] = os.pathsep.join(
+            [str(where), *filter(None, [env.get("PYTHONPATH")])]
+        )
     return subprocess.run(command, cwd=where, env=env).returncode
 
 
@@ -134,13 +160,16 @@ def _run(args: argparse.Namespace) -> int:
             print(f"== {tier}: {step.title}", flush=True)
             begin = time.monotonic()
             with tempfile.TemporaryDirectory() as folder:
-                report = Path(folder) / "report.xml"
+                report, before = Path(folder) / "report.xml", totals.passed
                 try:
                     status = run_step(step, args.extra, report)
                 except RecipeError as error:
                     print(f"error: {error}", flush=True)
                     status = 1
                 totals.add(report, status)
+                if status == 0 and totals.passed == before:
+                    print("error: no test of this step ran", flush=True)
+                    status = 1
             seconds = time.monotonic() - begin
             print(f"== {tier}: status {status} after {seconds:.0f} s", flush=True)
             if status:

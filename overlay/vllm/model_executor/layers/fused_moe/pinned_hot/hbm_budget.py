@@ -27,22 +27,23 @@ class HbmPlan:
     """Where a GPU's memory goes, in bytes.
 
     Attributes:
-        limit: What vLLM may use: `--gpu-memory-utilization` of the GPU.
-        used: In use before any expert row is loaded.
+        usable: What this process may still take: of its `--gpu-memory-utilization`
+            and of what is free.
         kv_cache: Kept for the KV cache.
+        other_weights: Kept for weights that are not loaded yet.
         activations: Kept for activations and CUDA graphs, an estimate.
 
     """
 
-    limit: int
-    used: int
+    usable: int
     kv_cache: int
+    other_weights: int
     activations: int
 
     @property
     def experts(self) -> int:
         """Bytes left for expert rows; negative if the rest does not fit."""
-        return self.limit - self.used - self.kv_cache - self.activations
+        return self.usable - self.kv_cache - self.other_weights - self.activations
 
 
 def plan_hbm(vllm_config: VllmConfig, device: int, unloaded_bytes: int) -> HbmPlan:
@@ -62,10 +63,12 @@ def plan_hbm(vllm_config: VllmConfig, device: int, unloaded_bytes: int) -> HbmPl
         tokens = vllm_config.offload_config.experts.expert_keep_kv_tokens
         assert tokens is not None
         kv_cache = kv_cache_bytes(vllm_config, tokens)
+    # Like vLLM's own budget, without what other processes hold of the GPU.
+    ours = int(total * cache.gpu_memory_utilization)
     return HbmPlan(
-        limit=int(total * cache.gpu_memory_utilization),
-        used=total - free + unloaded_bytes,
+        usable=min(ours - torch.cuda.memory_reserved(device), free),
         kv_cache=kv_cache,
+        other_weights=unloaded_bytes,
         activations=activation_bytes(vllm_config),
     )
 

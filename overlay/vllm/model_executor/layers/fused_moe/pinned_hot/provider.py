@@ -440,23 +440,21 @@ def _budget_bytes(vllm_config: VllmConfig, unloaded_bytes: int) -> int | None:
         return int(float(size) * (1 << 30))
     device = torch.accelerator.current_device_index()
     plan = plan_hbm(vllm_config, device, unloaded_bytes)
-    logger.info(
-        "GPU %d: %s for expert rows = %s usable - %s in use - %s for the KV cache - "
-        "%s for activations (estimated)",
-        device,
-        *map(
-            format_bytes,
-            (plan.experts, plan.limit, plan.used, plan.kv_cache, plan.activations),
-        ),
-    )
+    sizes = (plan.kv_cache, plan.other_weights, plan.activations)
+    parts = "%s of KV cache, %s of other weights, %s of activations (estimated)"
+    rest = parts % tuple(map(format_bytes, sizes))
     if plan.experts < 0:
         raise ValueError(
-            f"--expert-hbm-gib auto: the KV cache ({format_bytes(plan.kv_cache)}), "
-            f"activations ({format_bytes(plan.activations)}, estimated) and the other "
-            f"weights ({format_bytes(plan.used)} in use) exceed "
-            f"{format_bytes(plan.limit)} of GPU {device}. Ask for a smaller KV cache "
-            "or raise --gpu-memory-utilization."
+            f"--expert-hbm-gib auto: {rest} exceed {format_bytes(plan.usable)} that "
+            f"GPU {device} has left. Ask for a smaller KV cache or raise "
+            "--gpu-memory-utilization."
         )
+    logger.info(
+        "GPU %d: %s for expert rows beside %s",
+        device,
+        format_bytes(plan.experts),
+        rest,
+    )
     return plan.experts
 
 

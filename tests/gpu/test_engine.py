@@ -1,0 +1,85 @@
+"""Greedy tokens of the trained model: pinned_hot against resident, in every mode."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import CONFIG, GENERATE, KV_CACHE_BYTES, MODEL, Script, expert_map
+
+pytestmark = pytest.mark.gpu
+
+GRAPHS = {"enforce_eager": False}
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    "full_decode_graphs": GRAPHS
+    | {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
+    "compiled_piecewise": GRAPHS
+    | {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
+    "compiled_full_and_piecewise": GRAPHS
+    | {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}},
+}
+RUNNERS = {"v2": "1", "v1": "0"}
+PAGE_BYTES = 2 << 20
+# Pages of the model's expert tensors that are hot: some of every layer's.
+HOT_PAGES = CONFIG["num_hidden_layers"]
+
+
+def job(mode: str, engine: dict[str, Any], steps: list[str]) -> dict[str, Any]:
+    domains = json.loads((MODEL / "prompts.json").read_text())["prompts"]
+    options = {
+        "dtype": "bfloat16",
+        "max_model_len": 512,
+        "gpu_memory_utilization": 0.05,
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
+        "max_num_seqs": 8,
+    }
+    return {
+        "model": str(MODEL),
+        "engine": options | MODES[mode] | engine,
+        "prompts": [prompt for name in domains for prompt in domains[name]],
+        "max_tokens": 24,
+        "steps": steps,
+    }
+
+
+def pinned(tmp_path: Path) -> dict[str, Any]:
+    path = tmp_path / "map.json"
+    path.write_text(json.dumps(expert_map(CONFIG, 1)))
+    gib = HOT_PAGES * PAGE_BYTES / (1 << 30)
+    return {
+        "expert_provider": "pinned_hot",
+        "expert_map": str(path),
+        "expert_hbm_gib": gib,
+    }
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_equal_resident(
+    mode: str, runner: str, script: Script, tmp_path: Path
+) -> None:
+    """Before and after a reload in place, with no host sync in the step."""
+    env = {"VLLM_USE_V2_MODEL_RUNNER": RUNNERS[runner], "VLLM_GPU_SYNC_CHECK": "error"}
+    steps = ["generate", "reload", "generate"]
+    stock = script(GENERATE, job(mode, {}, steps), env)
+    assert stock["status"] == 0, stock["log"][-6000:]
+    ours = script(GENERATE, job(mode, pinned(tmp_path), ["residency", *steps]), env)
+    assert ours["status"] == 0, ours["log"][-6000:]
+    assert len({tuple(tokens) for tokens in stock["tokens"][0]}) > 10
+    assert ours["tokens"] == stock["tokens"]
+    for layer in ours["residency"]:
+        assert layer["cold_rows"] > 0
+    assert sum(x["hot_bytes"] for x in ours["residency"]) == HOT_PAGES * PAGE_BYTES
+    assert sum(x["cold_bytes"] for x in ours["residency"]) > 0
+
+
+def test_hot_and_cold_rows_are_served(script: Script, tmp_path: Path) -> None:
+    """The prompts reach rows of both kinds in every layer."""
+    steps = ["residency", "count", "generate"]
+    ours = script(GENERATE, job("eager", pinned(tmp_path), steps))
+    assert ours["status"] == 0, ours["log"][-6000:]
+    for name, counts in ours["counts"].items():
+        assert sum(count > 0 for count in counts) > CONFIG["num_experts_per_tok"], name
+    assert "reads host memory in a range at" in ours["log"]

@@ -1,4 +1,4 @@
-"""The README's table of measurements, generated from ``recipe/receipts``."""
+"""The README's and docs/kernels.md's tables, generated from ``recipe/receipts``."""
 
 import argparse
 import json
@@ -6,14 +6,17 @@ import re
 from pathlib import Path
 from typing import Any
 
+from recipe import kernels
 from recipe.errors import RecipeError
 from recipe.paths import ROOT
+from recipe.pin import load_pin
+from recipe.wheel import WheelFiles, fetch_wheel
 
 RECEIPTS = ROOT / "recipe" / "receipts"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- receipts: begin -->", "<!-- receipts: end -->"
 RATIO = re.compile(r"(\w+?_over_\w+?|\w+?_of_bound|\w+?_tax)(?:_c(\d+))?")
-CASE_FIELDS = ("kernel", "quantization", "dtype", "mode")
+CASE_FIELDS = ("mode", "runner")
 REQUIRED = ("date", "commit", "command", "hardware")
 
 
@@ -73,27 +76,26 @@ def _ratio_table(ratios: dict[str, float]) -> list[str]:
 def _parity_table(cases: list[dict[str, Any]]) -> list[str]:
     lines = ["| case | result |", "|---|---|"]
     for case in cases:
-        verdict = case.get("equal", case.get("tokens_equal"))
+        verdict = case["tokens_equal"]
         words = [str(case[key]) for key in CASE_FIELDS if case.get(key)]
-        words += ["bias"] if case.get("bias") else []
         shown = {True: "equal", False: "differs", None: "not shown"}[verdict]
         lines.append(f"| {', '.join(words)} | {shown} |")
     return lines
 
 
 def render(receipts: dict[str, dict[str, Any]]) -> str:
-    """Render one table a receipt, leaving out superseded ones."""
+    """Render one table a receipt; layer parity has a page of its own."""
     blocks = []
     for name, receipt in receipts.items():
-        if "superseded_by" in receipt:
+        if any("method" in case for case in receipt.get("parity", ())):
             continue
         lines = [f"**{_title(name, receipt)}**", ""]
         if "note" in receipt:
             lines += [receipt["note"], ""]
         if receipt.get("ratios"):
             lines += _ratio_table(receipt["ratios"])
-        if receipt.get("parity"):
-            lines += _parity_table(receipt["parity"])
+        if cases := [x for x in receipt.get("parity", ()) if "method" not in x]:
+            lines += _parity_table(cases)
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
@@ -111,15 +113,20 @@ def fill(readme: str, table: str) -> str:
 
 
 def _run(args: argparse.Namespace) -> int:
-    old = README.read_text()
-    new = fill(old, render(load_receipts()))
-    if args.check:
-        if old != new:
+    receipts = load_receipts()
+    readme = README.read_text()
+    wheel = WheelFiles(fetch_wheel(load_pin().flavor("cpu")))
+    pages = {
+        README: (readme, fill(readme, render(receipts))),
+        kernels.PAGE: kernels.generate(receipts, wheel),
+    }
+    for path, (old, new) in pages.items():
+        if args.check and old != new:
             raise RecipeError(
-                "README.md is behind its receipts; run ./build.sh receipts"
+                f"{path.name} is behind its receipts; run ./build.sh receipts"
             )
-        return 0
-    README.write_text(new)
+        if not args.check:
+            path.write_text(new)
     return 0
 
 

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.image
 # Where people start it; the image's own working directory comes on top.
 DIRECTORIES = ("/", "/workspace", "/vllm-workspace")
 MODEL = ROOT / "fixtures" / "tiny-moe"
+CONFIG: dict[str, Any] = json.loads((MODEL / "config.json").read_text())
 HOT_EXPERTS = 20
 PROMPT = "def main(argv):\n"
 START_LIMIT_S = 400.0
@@ -84,7 +85,7 @@ def test_cpu_base_launches_like_upstream(workshop: Workshop, base: str) -> None:
 
 def write_map(path: Path, hot: int) -> None:
     """Write an expert map for :data:`MODEL` that knows no traffic."""
-    config = json.loads((MODEL / "config.json").read_text())
+    config = CONFIG
     experts, layers = config["num_experts"], config["num_hidden_layers"]
     layer = {
         "ranking": list(range(experts)),
@@ -167,6 +168,14 @@ def complete(address: str) -> dict[str, Any]:
     return answer
 
 
+def gauge(address: str, name: str, memory: str) -> float:
+    """Return the value of a gauge of :data:`MODEL`'s only engine in ``/metrics``."""
+    with urllib.request.urlopen(f"{address}/metrics", timeout=30) as response:
+        lines = response.read().decode().splitlines()
+    (line,) = [x for x in lines if x.startswith(name) and f'memory="{memory}"' in x]
+    return float(line.rsplit(" ", 1)[1])
+
+
 def test_container_serves_pinned_hot(
     workshop: Workshop, served: Result, tmp_path: Path
 ) -> None:
@@ -176,6 +185,9 @@ def test_container_serves_pinned_hot(
     write_map(expert_map, HOT_EXPERTS)
     with serving(workshop, served.tag, expert_map, log) as address:
         answer = complete(address)
+        hot, cold = (gauge(address, "vllm:expert_rows", x) for x in ("hot", "cold"))
+    assert hot + cold == CONFIG["num_experts"] * CONFIG["num_hidden_layers"]
+    assert hot >= HOT_EXPERTS * CONFIG["num_hidden_layers"] and cold > 0
     assert answer["usage"]["completion_tokens"] == 16
     assert answer["choices"][0]["text"].strip()
     shown = log.read_text()

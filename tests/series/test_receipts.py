@@ -45,16 +45,14 @@ def test_tables(tmp_path: Path) -> None:
     write(
         tmp_path,
         ratios={"a_over_b_c1": 1.234, "a_over_b_c16": 0.5},
-        parity=[{"kernel": "K", "equal": True}, {"kernel": "L", "equal": None}],
+        parity=[
+            {"mode": "K", "tokens_equal": True},
+            {"mode": "L", "runner": "V1", "tokens_equal": None},
+        ],
     )
     table = render(load_receipts(tmp_path))
     assert "| `a_over_b` | 1.23 | 0.50 |" in table
-    assert "| K | equal |" in table and "| L | not shown |" in table
-
-
-def test_superseded_receipts_are_left_out(tmp_path: Path) -> None:
-    write(tmp_path, superseded_by="two", ratios={"a_over_b_c1": 1.0})
-    assert render(load_receipts(tmp_path)) == ""
+    assert "| K | equal |" in table and "| L, V1 | not shown |" in table
 
 
 def test_markers_must_be_there() -> None:

@@ -14,6 +14,9 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.expert_weight_provider import (
+        ExpertResidency,
+    )
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 logger = init_logger(__name__)
@@ -76,14 +79,18 @@ def attach_expert_weights(module: nn.Module) -> None:
         provider.attach(module)
 
 
-def log_expert_residency(model: nn.Module) -> None:
-    """Log one start-up block about where the model's expert rows lie."""
-    residencies = [
+def expert_residencies(model: nn.Module) -> "list[ExpertResidency]":
+    """Where the rows of each MoE layer lie that a provider has placed."""
+    return [
         residency
         for layer in _provided_layers(model).values()
         if (residency := layer.expert_provider.residency()) is not None
     ]
-    if residencies:
+
+
+def log_expert_residency(model: nn.Module) -> None:
+    """Log one start-up block about where the model's expert rows lie."""
+    if residencies := expert_residencies(model):
         from vllm.model_executor.layers.fused_moe.expert_weight_provider import (
             describe_residency,
         )

@@ -49,7 +49,7 @@ class ExpertTensors:
 
 
 _TRITON = ("TritonExperts",)
-_TRITON_OR_CUTLASS = ("TritonExperts", "TritonOrCutlassExperts")
+_CUTLASS = ("TritonOrCutlassExperts",)
 _MARLIN = ("MarlinExperts",)
 _CPU = ("CPUUnquantizedExperts", "X86CPUUnquantizedExperts")
 
@@ -60,18 +60,18 @@ _BY_METHOD: dict[str, ExpertTensors] = {
     # Quantized while loading.
     "Fp8PerTensorOnlineMoEMethod": ExpertTensors(_TRITON, bits=8),
     "Fp8PerBlockOnlineMoEMethod": ExpertTensors(_TRITON, bits=8),
-    "Fp8PtpcOnlineMoEMethod": ExpertTensors(("TritonOrCutlassExperts",), bits=8),
+    "Fp8PtpcOnlineMoEMethod": ExpertTensors(_CUTLASS, bits=8),
     "Int8OnlineMoEMethod": ExpertTensors(_TRITON, bits=8),
     "Mxfp8OnlineMoEMethod": ExpertTensors(_MARLIN, bits=8),
     "Mxfp4OnlineMoEMethod": ExpertTensors(_MARLIN, bits=4),
     # Quantized checkpoints.
     "Fp8MoEMethod": ExpertTensors(_TRITON),
-    "CompressedTensorsW8A8Fp8MoEMethod": ExpertTensors(_TRITON_OR_CUTLASS),
+    "CompressedTensorsW8A8Fp8MoEMethod": ExpertTensors(_CUTLASS),
     "CompressedTensorsWNA16MoEMethod": ExpertTensors(_MARLIN, _PACKED, _PACKED),
     "CompressedTensorsW4A4Nvfp4MoEMethod": ExpertTensors(_MARLIN, _PACKED),
     "AutoGPTQMoEMethod": ExpertTensors(_MARLIN, _QWEIGHTS, _QWEIGHTS),
     "AutoAWQMoEMethod": ExpertTensors(_MARLIN, _QWEIGHTS, _QWEIGHTS),
-    "ModelOptFp8MoEMethod": ExpertTensors(_TRITON_OR_CUTLASS),
+    "ModelOptFp8MoEMethod": ExpertTensors(_TRITON),
     "ModelOptMxFp8FusedMoE": ExpertTensors(_MARLIN),
     "ModelOptNvFp4FusedMoE": ExpertTensors(_MARLIN),
     "Mxfp4MoEMethod": ExpertTensors(_MARLIN, zeroed=True),

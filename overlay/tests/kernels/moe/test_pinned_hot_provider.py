@@ -4,10 +4,13 @@
 
 import copy
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
 from tests.kernels.moe.expert_provider_utils import (
+    HIDDEN,
+    INTERMEDIATE,
     LAYER_NAMES,
     NUM_EXPERTS,
     build_layer,
@@ -28,6 +31,7 @@ from vllm.model_executor.layers.fused_moe.expert_weight_provider import (
     ResidentProvider,
 )
 from vllm.model_executor.layers.fused_moe.pinned_hot import provider as provider_module
+from vllm.model_executor.layers.fused_moe.pinned_hot import tensors as tensors_module
 from vllm.model_executor.layers.fused_moe.pinned_hot.file_backing import FileBacking
 from vllm.model_executor.layers.fused_moe.pinned_hot.map_file import rank_experts
 from vllm.model_executor.layers.fused_moe.pinned_hot.provider import (
@@ -270,6 +274,58 @@ def test_tensors_that_are_not_rows_stay_as_they_are(tmp_path):
         load_weights(layers[0])
         assert layers[0].expert_provider.residency() is not None
         assert layers[0].w13_input_scale.data_ptr() == before
+
+
+@pytest.mark.parametrize(
+    "value,problem",
+    [(0.0, "all zero"), (float("inf"), "not finite"), (float("nan"), "not finite")],
+)
+def test_scale_that_the_checkpoint_lacks_is_refused(tmp_path, value, problem):
+    """B18: of one cold expert, which no test prompt may ever pick."""
+    config = pinned_config(tmp_path)
+    with single_rank(config, tmp_path):
+        layers = [build_layer(name) for name in LAYER_NAMES]
+        model = torch.nn.ModuleList(layers)
+        bind_expert_providers(model, config, config.model_config)
+        scales = torch.nn.Parameter(torch.ones(NUM_EXPERTS, 3), requires_grad=False)
+        scales.data[6] = value
+        process_and(
+            layers[0], lambda x: x.register_parameter("w2_weight_scale", scales)
+        )
+        message = f"w2_weight_scale of experts .6. is {problem}"
+        with pytest.raises(ValueError, match=message) as error:
+            load_weights(layers[0])
+    assert LAYER_NAMES[0] in str(error.value)
+
+
+@pytest.mark.parametrize("zeroed", (True, False))
+def test_padding_that_the_checkpoint_leaves_out_is_zero(tmp_path, monkeypatch, zeroed):
+    """B19: where stock creates zeros, deferred rows start as zeros too."""
+    table = tensors_module._BY_METHOD
+    method = "UnquantizedFusedMoEMethod"
+    monkeypatch.setitem(table, method, replace(table[method], zeroed=zeroed))
+    config = pinned_config(tmp_path, load_format="auto")
+    with single_rank(config, tmp_path):
+        layers = [build_layer(name) for name in LAYER_NAMES]
+        model = torch.nn.ModuleList(layers)
+        bind_expert_providers(model, config, config.model_config)
+        layer = layers[0]
+        part = torch.ones(INTERMEDIATE, HIDDEN)
+        # Uninitialised memory is NaN from here on.
+        torch.use_deterministic_algorithms(True)
+        try:
+            for expert in range(NUM_EXPERTS):
+                for name, shard, rows in (
+                    ("w13_weight", "w1", part),
+                    ("w2_weight", "w2", part.T.contiguous()),
+                ):
+                    parameter = getattr(layer, name)
+                    parameter.weight_loader(parameter, rows, name, shard, expert)
+            finalize_layerwise_processing(layer, config.model_config)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert bool(torch.isfinite(run(layer, 17)).all()) == zeroed
+    assert layer.expert_provider.residency() is not None
 
 
 @pytest.mark.parametrize("owner", ("layer", "experts", "quant config"))

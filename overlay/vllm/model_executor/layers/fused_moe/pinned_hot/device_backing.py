@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from vllm import envs
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.expert_weight_provider import format_bytes
 from vllm.model_executor.layers.fused_moe.pinned_hot import device_range as vmm
@@ -22,6 +23,7 @@ from vllm.model_executor.layers.fused_moe.pinned_hot.placement import (
     page_runs,
 )
 from vllm.utils.math_utils import cdiv
+from vllm.utils.platform_utils import is_uva_available
 from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
 
 logger = init_logger(__name__)
@@ -72,6 +74,11 @@ class DeviceBacking(RangeBacking):
             return (
                 "the Python package cuda-bindings is missing. Install it "
                 "(`pip install cuda-bindings`); torch's CUDA builds bring it."
+            )
+        if envs.VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY:
+            return (
+                "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY is set and cold rows can "
+                "only be read from pinned memory. Unset it."
             )
         return None
 
@@ -148,7 +155,7 @@ class DeviceBacking(RangeBacking):
             self.memories[1],
             self.cold_bytes_per_s / 1e9,
         )
-        if self.peer is None:
+        if self.peer is None and is_uva_available():
             self._compare_with_pinned()
 
     def _compare_with_pinned(self) -> None:

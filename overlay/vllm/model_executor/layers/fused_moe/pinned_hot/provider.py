@@ -58,6 +58,7 @@ from vllm.model_executor.layers.fused_moe.pinned_hot.tensors import (
     expert_tensors,
     row_tensor,
     why_not_rows,
+    why_not_scales,
 )
 from vllm.platforms import current_platform
 
@@ -340,7 +341,7 @@ class PinnedHotProvider(ExpertWeightProvider):
         parameters = {name: getattr(layer, name, None) for name in names.rows}
         if self._homes and self._homes == _addresses(parameters):
             return
-        if reason := why_not_rows(layer, loaded=True):
+        if reason := why_not_rows(layer, loaded=True) or why_not_scales(layer):
             raise ValueError(f"{self.layer_name}: after post-processing, {reason}")
         backing = self._backing
         tensors = [row_tensor(parameter) for parameter in parameters.values()]

@@ -152,6 +152,33 @@ def _reachable_tensors(layer: "RoutedExperts") -> Iterator[tuple[str, torch.Tens
                 yield f"{type(owner).__name__}.{name}", value
 
 
+def why_not_scales(layer: "RoutedExperts") -> str | None:
+    """Why a layer's scales cannot be right, or None.
+
+    A checkpoint that lacks an expert's scale leaves what the method put there, and
+    nothing shows until a token picks that expert.
+    """
+    for name, parameter in layer.named_parameters():
+        if (
+            "scale" not in name
+            or not parameter.is_floating_point()
+            or parameter.dim() == 0
+            or parameter.shape[0] != layer.local_num_experts
+        ):
+            continue
+        scales = parameter.detach().float().reshape(layer.local_num_experts, -1)
+        for what, wrong in (
+            ("not finite", ~scales.isfinite().all(1)),
+            ("all zero", (scales == 0).all(1)),
+        ):
+            if experts := wrong.nonzero().flatten().tolist():
+                return (
+                    f"{name} of experts {experts} is {what}: the checkpoint lacks it. "
+                    "Use a complete checkpoint"
+                )
+    return None
+
+
 def _kernel_name(layer: "RoutedExperts") -> str:
     """Name of the layer's experts class, chosen before weights are loaded."""
     kernel = getattr(layer.quant_method, "moe_kernel", None)

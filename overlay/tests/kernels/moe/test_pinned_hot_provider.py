@@ -30,8 +30,12 @@ from tests.kernels.moe.pinned_hot_utils import (
 from vllm.model_executor.layers.fused_moe.expert_weight_provider import (
     ResidentProvider,
 )
+from vllm.model_executor.layers.fused_moe.pinned_hot import device_range
 from vllm.model_executor.layers.fused_moe.pinned_hot import provider as provider_module
 from vllm.model_executor.layers.fused_moe.pinned_hot import tensors as tensors_module
+from vllm.model_executor.layers.fused_moe.pinned_hot.device_backing import (
+    DeviceBacking,
+)
 from vllm.model_executor.layers.fused_moe.pinned_hot.file_backing import FileBacking
 from vllm.model_executor.layers.fused_moe.pinned_hot.map_file import rank_experts
 from vllm.model_executor.layers.fused_moe.pinned_hot.provider import (
@@ -424,6 +428,14 @@ def test_engine_that_cannot_be_served(tmp_path, kwargs, named):
     with pytest.raises(ValueError) as error:
         pinned_config(tmp_path, **kwargs)
     assert named in str(error.value)
+
+
+def test_pinning_that_is_forbidden(monkeypatch):
+    """A4: one environment variable means the same for every offloader."""
+    monkeypatch.setattr(device_range, "driver", object())
+    assert DeviceBacking.why_not_here() is None
+    monkeypatch.setenv("VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY", "1")
+    assert "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY" in DeviceBacking.why_not_here()
 
 
 def test_dense_model_is_refused_before_loading(tmp_path):

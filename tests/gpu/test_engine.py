@@ -60,15 +60,25 @@ def pinned(tmp_path: Path) -> dict[str, Any]:
 def test_tokens_equal_resident(
     mode: str, runner: str, script: Script, tmp_path: Path
 ) -> None:
-    """Before and after a reload in place, with no host sync in the step."""
+    """Before and after a reload in place, with no host sync in the step.
+
+    Two cold compilations of stock may differ in the last bits of a sum, and so in a
+    token now and then. Every engine here compiles for itself, so of compiled modes
+    there are two references.
+    """
     env = {"VLLM_USE_V2_MODEL_RUNNER": RUNNERS[runner], "VLLM_GPU_SYNC_CHECK": "error"}
     steps = ["generate", "reload", "generate"]
-    stock = script(GENERATE, job(mode, {}, steps), env)
-    assert stock["status"] == 0, stock["log"][-6000:]
+    references = []
+    for number in range(2 if mode.startswith("compiled") else 1):
+        cache = {"VLLM_CACHE_ROOT": str(tmp_path / f"cache{number}")}
+        stock = script(GENERATE, job(mode, {}, steps), env | cache)
+        assert stock["status"] == 0, stock["log"][-6000:]
+        assert len({tuple(tokens) for tokens in stock["tokens"][0]}) > 10
+        references.append(stock["tokens"])
+    env["VLLM_CACHE_ROOT"] = str(tmp_path / "cache")
     ours = script(GENERATE, job(mode, pinned(tmp_path), ["residency", *steps]), env)
     assert ours["status"] == 0, ours["log"][-6000:]
-    assert len({tuple(tokens) for tokens in stock["tokens"][0]}) > 10
-    assert ours["tokens"] == stock["tokens"]
+    assert ours["tokens"] in references
     for layer in ours["residency"]:
         assert layer["cold_rows"] > 0
     assert sum(x["hot_bytes"] for x in ours["residency"]) == HOT_PAGES * PAGE_BYTES

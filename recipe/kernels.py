@@ -5,7 +5,6 @@ layer parity says. The two must agree. Everything else at the pin is refused by 
 """
 
 import ast
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,7 +14,6 @@ from recipe.wheel import WheelFiles
 
 TABLE = ROOT / "overlay/vllm/model_executor/layers/fused_moe/pinned_hot/tensors.py"
 PAGE = ROOT / "docs" / "kernels.md"
-BEGIN, END = "<!-- kernels: begin -->", "<!-- kernels: end -->"
 LAYERS = "vllm/model_executor/layers/"
 _METHODS = ("FusedMoEMethodBase", "OnlineMoEMethodBase", "CompressedTensorsMoEMethod")
 
@@ -123,23 +121,8 @@ def render(
     return "\n".join(lines)
 
 
-def fill(page: str, table: str) -> str:
-    """Put the table between the page's markers.
-
-    Raises:
-        RecipeError: The markers are missing.
-
-    """
-    pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
-    if not pattern.search(page):
-        raise RecipeError(f"{PAGE.name}: no {BEGIN} … {END}; restore the markers")
-    return pattern.sub(lambda _: f"{BEGIN}\n{table}\n{END}", page)
-
-
-def generate(
-    receipts: Mapping[str, Mapping[str, Any]], wheel: WheelFiles
-) -> tuple[str, str]:
-    """Return the page as it is and as it should be.
+def generate(receipts: Mapping[str, Mapping[str, Any]], wheel: WheelFiles) -> str:
+    """Write the table of docs/kernels.md.
 
     Args:
         receipts: All receipts by name.
@@ -148,6 +131,5 @@ def generate(
     """
     names = [x for x in wheel.names if x.startswith(LAYERS) and x.endswith(".py")]
     files = {name: wheel.read(name) for name in names}
-    table = render(admitted(TABLE.read_text()), shown(receipts), methods_of_pin(files))
-    old = PAGE.read_text()
-    return old, fill(old, table)
+    pairs = admitted(TABLE.read_text())
+    return render(pairs, shown(receipts), methods_of_pin(files))

@@ -8,13 +8,13 @@ from typing import Any
 
 from recipe import kernels
 from recipe.errors import RecipeError
+from recipe.generated import replace_part
 from recipe.paths import ROOT
 from recipe.pin import load_pin
 from recipe.wheel import WheelFiles, fetch_wheel
 
 RECEIPTS = ROOT / "recipe" / "receipts"
 README = ROOT / "README.md"
-BEGIN, END = "<!-- receipts: begin -->", "<!-- receipts: end -->"
 RATIO = re.compile(r"(\w+?_over_\w+?|\w+?_of_bound|\w+?_tax)(?:_c(\d+))?")
 CASE_FIELDS = ("mode", "runner")
 REQUIRED = ("date", "commit", "command", "hardware")
@@ -100,33 +100,25 @@ def render(receipts: dict[str, dict[str, Any]]) -> str:
     return "\n\n".join(blocks)
 
 
-def fill(readme: str, table: str) -> str:
-    """Put the table between the README's markers.
-
-    Raises:
-        RecipeError: The markers are missing.
-    """
-    pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
-    if not pattern.search(readme):
-        raise RecipeError(f"README.md: no {BEGIN} … {END}; restore the markers")
-    return pattern.sub(lambda _: f"{BEGIN}\n{table}\n{END}", readme)
+def pages() -> dict[Path, str]:
+    """The pages with generated parts, as they should be."""
+    receipts = load_receipts()
+    wheel = WheelFiles(fetch_wheel(load_pin().flavor("cpu")))
+    table = kernels.generate(receipts, wheel)
+    return {
+        README: replace_part(README, "receipts", render(receipts)),
+        kernels.PAGE: replace_part(kernels.PAGE, "kernels", table),
+    }
 
 
 def _run(args: argparse.Namespace) -> int:
-    receipts = load_receipts()
-    readme = README.read_text()
-    wheel = WheelFiles(fetch_wheel(load_pin().flavor("cpu")))
-    pages = {
-        README: (readme, fill(readme, render(receipts))),
-        kernels.PAGE: kernels.generate(receipts, wheel),
-    }
-    for path, (old, new) in pages.items():
-        if args.check and old != new:
+    for path, text in pages().items():
+        if args.check and path.read_text() != text:
             raise RecipeError(
                 f"{path.name} is behind its receipts; run ./build.sh receipts"
             )
         if not args.check:
-            path.write_text(new)
+            path.write_text(text)
     return 0
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from recipe.errors import RecipeError
-from recipe.receipts import README, fill, load_receipts, render
+from recipe.generated import replace_part
+from recipe.receipts import load_receipts, pages, render
 
 GOOD = {
     "date": "2026-01-01",
@@ -21,9 +22,9 @@ def write(folder: Path, **changes: object) -> Path:
     return folder
 
 
-def test_readme_is_generated_from_the_receipts() -> None:
-    text = README.read_text()
-    assert fill(text, render(load_receipts())) == text
+def test_pages_are_generated_from_the_receipts() -> None:
+    for path, text in pages().items():
+        assert path.read_text() == text, f"{path}: run ./build.sh receipts"
 
 
 @pytest.mark.parametrize("field", GOOD)
@@ -55,6 +56,15 @@ def test_tables(tmp_path: Path) -> None:
     assert "| K | equal |" in table and "| L, V1 | not shown |" in table
 
 
-def test_markers_must_be_there() -> None:
-    with pytest.raises(RecipeError, match="markers"):
-        fill("# no markers\n", "table")
+def test_markers_must_be_there(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# no markers\n")
+    with pytest.raises(RecipeError, match="page.md: no <!-- part: begin -->"):
+        replace_part(page, "part", "table")
+
+
+def test_only_the_part_is_replaced(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- p: begin -->\nold\n<!-- p: end -->\nb\n")
+    new = "a\n<!-- p: begin -->\nnew \\1\n<!-- p: end -->\nb\n"
+    assert replace_part(page, "p", "new \\1") == new

@@ -11,7 +11,8 @@ def replace_part(page: Path, name: str, text: str) -> str:
 
     Args:
         page: The page; it is not written.
-        name: The part stands between ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->``.
+        name: Name of the part, which stands between the comments ``NAME: begin`` and
+            ``NAME: end``.
         text: The new part.
 
     Raises:

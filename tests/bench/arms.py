@@ -142,11 +142,19 @@ def ratios(arms: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
         runs = [run["steps_ms"][str(streams)]["median"] for run in arms[arm]]
         return statistics.mean(runs)
 
+    def kernels(arm: str, streams: int) -> float:
+        runs = [run["experts_us_per_layer"][str(streams)] for run in arms[arm]]
+        return statistics.mean(runs)
+
     found: dict[str, float] = {}
     if "resident" not in arms:
         return found
     for streams in STREAMS:
         resident = step("resident", streams)
+        if "all_hot" in arms:
+            # One stream's step is bound by the host; its kernels are not.
+            name = f"all_hot_over_resident_kernels_c{streams}"
+            found[name] = kernels("resident", streams) / kernels("all_hot", streams)
         for arm in ("all_hot", "matched", "positional", "foreign"):
             if arm in arms:
                 name = f"{arm}_over_resident_c{streams}"

@@ -4,7 +4,7 @@ import email
 import email.policy
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,30 @@ _TRAILER = re.compile(r"(?P<key>[A-Z][A-Za-z-]*): (?P<value>\S.*)")
 
 
 @dataclass(frozen=True)
+class Hunk:
+    """One hunk of a diff.
+
+    Attributes:
+        start: Line of the old file at which it begins, from 1.
+        before: Lines that it stands on, context and removed ones, with line ends.
+        after: Lines that it leaves there, context and added ones.
+    """
+
+    start: int
+    before: tuple[bytes, ...]
+    after: tuple[bytes, ...]
+
+    def places(self, lines: Sequence[bytes]) -> list[int]:
+        """Return every line, from 1, at which ``lines`` hold all that it stands on."""
+        size = len(self.before)
+        return [
+            at + 1
+            for at in range(len(lines) - size + 1)
+            if tuple(lines[at : at + size]) == self.before
+        ]
+
+
+@dataclass(frozen=True)
 class FileEdit:
     """What a patch does to one file.
 
@@ -45,11 +69,20 @@ class FileEdit:
         path: Relative to site-packages.
         added: Lines that come in, with their line ends, each with its count.
         removed: Lines that go out, likewise.
+        hunks: The hunks, in order.
     """
 
     path: str
     added: Counter[bytes]
     removed: Counter[bytes]
+    hunks: tuple[Hunk, ...]
+
+
+def split_lines(data: bytes) -> list[bytes]:
+    """Split bytes at LF alone, keeping it: form feeds and the like are no line ends."""
+    parts = data.split(b"\n")
+    lines = [part + b"\n" for part in parts[:-1]]
+    return [*lines, parts[-1]] if parts[-1] else lines
 
 
 @dataclass(frozen=True)
@@ -302,14 +335,20 @@ def _edits(diff: bytes, name: str) -> tuple[FileEdit, ...]:
     edits = []
     for file in files:
         lines: dict[str, Counter[bytes]] = {"+": Counter(), "-": Counter()}
+        hunks = []
         for hunk in file:
+            sides: dict[str, list[bytes]] = {"-": [], "+": []}
             for line, after in zip(hunk, [*hunk[1:], None], strict=True):
                 value = line.value.encode("latin-1")
                 if after is not None and after.line_type == "\\":
                     value = value.removesuffix(b"\n")
                 if line.line_type in lines:
                     lines[line.line_type][value] += 1
-        edits.append(FileEdit(file.path, lines["+"], lines["-"]))
+                for kind, side in sides.items():
+                    if line.line_type in (" ", kind):
+                        side.append(value)
+            hunks.append(Hunk(hunk.source_start, tuple(sides["-"]), tuple(sides["+"])))
+        edits.append(FileEdit(file.path, lines["+"], lines["-"], tuple(hunks)))
     return tuple(edits)
 
 

@@ -23,7 +23,7 @@ from recipe.errors import RecipeError
 from recipe.lock import load_lock
 from recipe.patch import Patch
 from recipe.paths import PIN_FILE, STAMP_SOURCE, cache_dir
-from recipe.pin import Pin, load_pin
+from recipe.pin import Pin, add_pin_option, load_pin
 from recipe.series import Sources, check_ownership, load_series, require
 from recipe.wheel import WheelFiles, fetch_wheel, unpack
 
@@ -78,9 +78,8 @@ def overlay_files(
 
     Args:
         upto: Number of patches to take, all by default.
-        source: Files to start from; the wheel of the CPU flavor by default. The
-            touched files are the same in every flavor, or ``refresh`` would have
-            refused them.
+        source: Files to start from; a wheel of the pin by default. The touched files
+            are the same in every flavor, or ``refresh`` would have refused them.
         sources: The series.
         pin: The release.
 
@@ -90,17 +89,17 @@ def overlay_files(
     Raises:
         RecipeError: The series is not in order or does not apply to ``source``.
     """
-    sources = sources or Sources()
     pin = pin or load_pin()
+    sources = (sources or Sources()).of(pin)
     patches, everything = _load(sources, upto)
     lock = load_lock(sources, pin)
-    source = source or WheelFiles(fetch_wheel(pin.flavor("cpu")))
+    source = source or WheelFiles(fetch_wheel(pin.any_flavor))
     check_absent(source, everything)
     with tempfile.TemporaryDirectory() as work:
         root = Path(work)
         touched = touched_paths(patches)
         extract(source, touched, root)
-        apply_series(root, patches, lock)
+        apply_series(root, patches, lock, exact=sources.variant is None)
         files = {path: (root / path).read_bytes() for path in touched}
     return files | _added(patches, sources)
 
@@ -112,6 +111,7 @@ def build_tree(
     *,
     sources: Sources | None = None,
     pin: Pin | None = None,
+    native: bool = True,
 ) -> Tree:
     """Make a patched tree.
 
@@ -124,12 +124,13 @@ def build_tree(
         upto: Number of patches to take, all by default.
         sources: The series.
         pin: The release.
+        native: Also unpack machine code.
 
     Raises:
         RecipeError: ``dest`` is not empty, or the series does not apply exactly.
     """
-    sources = sources or Sources()
     pin = pin or load_pin()
+    sources = (sources or Sources()).of(pin)
     dest = dest.absolute()
     if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
         raise RecipeError(
@@ -142,9 +143,9 @@ def build_tree(
     dest.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(dir=dest.parent, prefix=f".{dest.name}."))
     try:
-        unpack(wheel, work)
+        unpack(wheel, work, native)
         _require_touched(work, patches)
-        apply_series(work, patches, lock)
+        apply_series(work, patches, lock, exact=sources.variant is None)
         added = _added(patches, sources)
         for path, data in added.items():
             target = work / path
@@ -240,7 +241,7 @@ def compile_tree(root: Path) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     print(f"making the {args.flavor} tree in {args.out} …", file=sys.stderr, flush=True)
-    tree = build_tree(args.flavor, args.out, args.patches)
+    tree = build_tree(args.flavor, args.out, args.patches, pin=load_pin(args.pin))
     if args.compile:
         compile_tree(tree.root)
     print(
@@ -256,6 +257,7 @@ def add_parser(
     """Add the verb ``tree``."""
     parser = subparsers.add_parser("tree", help="make a patched tree in a directory")
     parser.add_argument("--flavor", choices=sorted(load_pin().flavors), default="cpu")
+    add_pin_option(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument(
         "--patches", type=int, metavar="N", help="take the first N patches only"

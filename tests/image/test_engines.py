@@ -132,7 +132,7 @@ def test_proxies_are_passed_in_either_case() -> None:
 
 def test_setup_script_is_shell(tmp_path: Path) -> None:
     script = tmp_path / "setup.sh"
-    script.write_text(cpu_base.setup_script(CPU.wheel, {"http_proxy": "it's; $HOME"}))
+    script.write_text(cpu_base.setup_script(CPU, {"http_proxy": "it's; $HOME"}))
     checked = subprocess.run(["sh", "-n", str(script)], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
     assert f"--wheel=/workspace/{CPU.wheel}" in script.read_text()

@@ -19,6 +19,7 @@ VERBS = {
     "test": "recipe.testing",
     "refresh": "recipe.refresh",
     "series": "recipe.series",
+    "drift": "recipe.drift",
     "receipts": "recipe.receipts",
 }
 

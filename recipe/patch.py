@@ -77,6 +77,11 @@ class FileEdit:
     removed: Counter[bytes]
     hunks: tuple[Hunk, ...]
 
+    @property
+    def changed_lines(self) -> int:
+        """Lines added plus lines removed."""
+        return self.added.total() + self.removed.total()
+
 
 def split_lines(data: bytes) -> list[bytes]:
     """Split bytes at LF alone, keeping it: form feeds and the like are no line ends."""
@@ -96,6 +101,7 @@ class Patch:
         diff: The part of ``raw`` that a patch program acts on.
         subject: First line of the message, without ``[PATCH]``.
         author: ``Name <address>`` of the From header.
+        date: The Date header.
         paragraphs: The message, without the trailers, blank line by blank line.
         trailers: Values by key, in order.
         edits: The edited files, in order.
@@ -107,6 +113,7 @@ class Patch:
     diff: bytes
     subject: str
     author: str
+    date: str
     paragraphs: tuple[str, ...]
     trailers: dict[str, list[str]]
     edits: tuple[FileEdit, ...]
@@ -124,7 +131,7 @@ class Patch:
     @property
     def changed_lines(self) -> int:
         """Lines added plus lines removed."""
-        return sum(edit.added.total() + edit.removed.total() for edit in self.edits)
+        return sum(edit.changed_lines for edit in self.edits)
 
 
 def read_patch(path: Path) -> Patch:
@@ -161,6 +168,7 @@ def parse_patch(raw: bytes, path: Path) -> Patch:
         diff=diff,
         subject=subject.removeprefix("[PATCH] "),
         author=str(mail["From"] or ""),
+        date=str(mail["Date"] or ""),
         paragraphs=paragraphs,
         trailers=trailers,
         edits=_edits(diff, name),

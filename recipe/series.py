@@ -115,6 +115,12 @@ class Rule:
 
 TRAILERS = {
     "Buys": Rule(re.compile(r".{10,100}"), "one line for the series file", single=True),
+    "Pull-request": Rule(
+        re.compile(r"(\[[A-Za-z/]+\])+ .{10,70}"),
+        "[MoE][Offload] Title of the pull request that begins with this patch",
+        required=False,
+        single=True,
+    ),
     "RFC": Rule(
         re.compile(r"https://\S+|" + _NONE),
         "https://github.com/vllm-project/vllm/issues/38256",

@@ -220,8 +220,8 @@ def _speculation(receipts: Receipts, stats: Stats) -> tuple[str, bool]:
     if found:
         return f"Served and compared: {', '.join(found)}.", True
     text = (
-        "Not shown: no receipt has it. No id and no shape is changed, so nothing in the "
-        "design depends on it; draft layers stay resident unless the map names them."
+        "Not shown: no receipt has it. No id and no shape is changed, so the design is "
+        "the same for it; draft layers stay resident unless the map names them."
     )
     return text, False
 
@@ -253,8 +253,8 @@ def _graphs(receipts: Receipts, stats: Stats) -> tuple[str, bool]:
 def _hot_path(receipts: Receipts, stats: Stats) -> tuple[str, bool]:
     most = max((patch.hot for patch in stats.patches), default=0)
     text = (
-        f"{stats.hot} changed lines in files that run in a forward step, at most {most} "
-        f"in one commit, of {stats.changed} changed lines in all."
+        f"{stats.hot} changed lines in files that run in a forward step, {most} at "
+        f"most in one commit, of {stats.changed} changed lines in all."
     )
     return text, True
 

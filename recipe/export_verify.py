@@ -7,31 +7,35 @@ vLLM does not have.
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from recipe.env import ensure_env
 from recipe.errors import RecipeError
 from recipe.export_git import Commit, git
-from recipe.paths import ROOT
+from recipe.paths import ROOT, cache_dir
 from recipe.pin import Pin
 from recipe.testing import Step, Totals, run_step
 from recipe.wheel import fetch_wheel, unpack
 
 MARKER = "not gpu and not sm100"
 WORKERS = 2
-_IMPORT = """
-import importlib, sys
-for name in sys.argv[1:]:
-    importlib.import_module(name)
+# A pytest plugin: the commit's modules are imported before any test is collected.
+_PLUGIN = """
+import importlib
 import vllm
-print(vllm.__file__)
+assert vllm.__file__ == {package!r}, vllm.__file__
+for name in {modules!r}:
+    importlib.import_module(name)
 """
+_PLUGIN_NAME = "import_first"
 # What vLLM's hooks refuse in new code beside ruff: by pattern, why.
 REFUSED = {
     r"^\s*(import|from) (re|base64)\b": "vLLM imports regex and pybase64 instead",
@@ -82,61 +86,58 @@ def verify(repo: Path, commits: Sequence[Commit], pin: Pin) -> list[Outcome]:
         RecipeError: A commit does not import, fails a test or is not clean.
     """
     python = ensure_env("cpu")
-    outcomes = []
-    with tempfile.TemporaryDirectory() as work:
-        tree = Path(work)
-        unpack(fetch_wheel(pin.flavor("cpu")), tree)
+    with (
+        tempfile.TemporaryDirectory(dir=cache_dir(), prefix="verify.") as work,
+        ThreadPoolExecutor(WORKERS) as pool,
+    ):
+        stock = Path(work) / "stock"
+        unpack(fetch_wheel(pin.flavor("cpu")), stock)
+        jobs = []
         for number, commit in enumerate(commits, 1):
-            print(
-                f"{number}/{len(commits)} {commit.patch.subject}",
-                file=sys.stderr,
-                flush=True,
-            )
-            config = _lint_config(repo, commit, tree)
-            edited = [path for path in commit.patch.touched if path.endswith(".py")]
-            before = _lint(tree, edited, config)
-            for path in commit.changed:
-                target = tree / path
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(git(repo, "cat-file", "blob", f"{commit.id}:{path}"))
-            _require_clean(repo, commit, tree, config, before)
-            outcomes.append(_check(commit, tree, python))
-    return outcomes
+            tree = Path(work) / str(number)
+            shutil.copytree(stock, tree, copy_function=os.link)
+            for earlier in commits[: number - 1]:
+                _lay(repo, earlier, tree)
+            _require_clean(repo, commit, tree)
+            jobs.append(pool.submit(_test, commit, tree, python))
+        return [job.result() for job in jobs]
 
 
-def _check(commit: Commit, tree: Path, python: Path) -> Outcome:
-    where = _where(commit)
+def _lay(repo: Path, commit: Commit, tree: Path) -> None:
+    """Write the files of a commit into a tree of hard links."""
+    for path in commit.changed:
+        target = tree / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)
+        target.write_bytes(git(repo, "cat-file", "blob", f"{commit.id}:{path}"))
+
+
+def _test(commit: Commit, tree: Path, python: Path) -> Outcome:
+    """Import the modules of a commit and run its own tests, in one process."""
     modules = sorted(
         path.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".")
         for path in commit.changed
         if path.startswith("vllm/") and path.endswith(".py")
     )
-    shown = subprocess.run(
-        [str(python), "-B", "-c", _IMPORT, *modules],
-        cwd="/",
-        env={**os.environ, "PYTHONPATH": str(tree)},
-        capture_output=True,
-        text=True,
-    )
-    if shown.returncode or not shown.stdout.strip().split("\n")[-1].startswith(
-        str(tree)
-    ):
-        raise RecipeError(f"{where}: does not import:\n{shown.stderr[-2000:]}")
+    package = str(tree / "vllm" / "__init__.py")
+    plugin = _PLUGIN.format(package=package, modules=modules)
+    (tree / f"{_PLUGIN_NAME}.py").write_text(plugin)
     tests = tuple(
         value.split(" ")[0]
-        for value in commit.patch.trailers.get("Test", ())
+        for value in commit.patch.trailers["Test"]
         if (tree / value.split(" ")[0].split("::")[0]).exists()
     )
     if not tests:
-        raise RecipeError(f"{where}: brings no test of its own that is for upstream")
+        raise RecipeError(f"{_where(commit)}: brings no test that is for upstream")
+    print(f"testing {_where(commit)}", file=sys.stderr, flush=True)
     totals = Totals()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        step = Step(where, lambda: python, tests, MARKER, lambda: tree, WORKERS)
-        totals.add(report, run_step(step, ["--quiet"], report))
+        step = Step(_where(commit), lambda: python, tests, MARKER, lambda: tree)
+        status = run_step(step, ["--quiet", "-p", _PLUGIN_NAME], report)
+        totals.add(report, status)
     if totals.failed or not totals.passed:
-        raise RecipeError(f"{where}: {' '.join(tests)}: {totals}; see above")
-    linted = sum(path.endswith(".py") for path in commit.changed)
+        raise RecipeError(f"{_where(commit)}: {' '.join(tests)}: {totals}; see above")
     return Outcome(
         commit=commit.id,
         imported=len(modules),
@@ -144,7 +145,7 @@ def _check(commit: Commit, tree: Path, python: Path) -> Outcome:
         passed=totals.passed,
         skipped=totals.skipped,
         marker=MARKER,
-        linted=linted,
+        linted=sum(path.endswith(".py") for path in commit.changed),
     )
 
 
@@ -189,17 +190,8 @@ def _lint(tree: Path, paths: Sequence[str], config: Path) -> Counter[str]:
     return findings
 
 
-def _require_clean(
-    repo: Path, commit: Commit, tree: Path, config: Path, before: Counter[str]
-) -> None:
-    """Check that a commit brings no finding of vLLM's lint set.
-
-    Args:
-        repo: The repository.
-        commit: The commit.
-        tree: Where its files lie.
-        config: The configuration of ruff.
-        before: Findings in the edited files before the commit.
+def _require_clean(repo: Path, commit: Commit, tree: Path) -> None:
+    """Lay a commit over its parent's tree; it must bring no finding of the lint set.
 
     Raises:
         RecipeError: It brings one, or is not signed off.
@@ -208,6 +200,10 @@ def _require_clean(
     text = git(repo, "log", "-1", "--format=%B", commit.id).decode()
     if f"\nSigned-off-by: {author}\n" not in text:
         raise RecipeError(f"{_where(commit)}: has no Signed-off-by of {author}")
+    config = _lint_config(repo, commit, tree)
+    edited = [path for path in commit.patch.touched if path.endswith(".py")]
+    before = _lint(tree, edited, config)
+    _lay(repo, commit, tree)
     files = [path for path in commit.changed if path.endswith(".py")]
     problems = list((_lint(tree, files, config) - before).elements())
     new = [path for path in commit.patch.adds if path.endswith(".py")]
@@ -232,8 +228,3 @@ def refused(files: Mapping[str, str]) -> list[str]:
                 line = text[: match.end()].count("\n") + 1
                 problems.append(f"{path}:{line}: {match.group().strip()}: {why}")
     return problems
-
-
-def dump(outcomes: Sequence[Outcome]) -> str:
-    """Return outcomes as JSON."""
-    return json.dumps([asdict(outcome) for outcome in outcomes], indent=2) + "\n"

@@ -216,8 +216,8 @@ def measure(
         if path.endswith(".py")
     }
     used = usage(overlay)
-    before = overlay_files(source=base, sources=sources)
-    old = Release(_reader(base, before))
+    _, at_base = patch_drift(load_series(sources), base)
+    old = Release(_reader(base, at_base | overlay))
     new = Release(_reader(files, texts | overlay))
     relied = {edit.path for patch in series for edit in patch.edits}
     for symbol in used.symbols:

@@ -74,7 +74,10 @@ def body(
     ]
     rfcs = dict.fromkeys(url for patch in patches for url in patch.trailers["RFC"])
     related = dict.fromkeys(
-        text for patch in patches for text in patch.trailers["Related"]
+        text
+        for patch in patches
+        for text in patch.trailers["Related"]
+        if not text.startswith("none ")
     )
     defaults = [
         f"- {patch.subject}: {_paragraph(patch, 'Default')}" for patch in patches
@@ -99,7 +102,7 @@ def body(
                 *_parity(receipts)[0],
             ]
         ),
-        related="\n".join(f"- {text}" for text in related),
+        related="\n".join(f"- {text}" for text in related) or "Nothing is known.",
         size=_size(patches, request.commits),
     )
 
@@ -297,9 +300,7 @@ def cover_letter(
         groups=f"{len(requests)} pull requests"
         if len(requests) != 1
         else "one pull request",
-        verified=" (checked by `--verify`)"
-        if verified
-        else ", which `--verify` checks and did not yet",
+        verified="was checked" if verified else "`--verify` checks, and was not run",
         objections="\n".join(f"- **{what}.** {text}" for what, text, _ in answers),
         size=(
             f"{len(stats.patches)} commits, {stats.changed} changed lines in "

@@ -14,9 +14,10 @@ from xml.etree import ElementTree
 from recipe.env import ensure_env
 from recipe.errors import RecipeError
 from recipe.paths import ROOT
+from recipe.pin import Pin, load_pins
 from recipe.tree import patched_tree
 
-_OTHERS = "not cpu and not image and not gpu and not sm100 and not drift"
+_OTHERS = "not cpu and not image and not gpu and not sm100"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,17 @@ def _cuda() -> Path:
     return ensure_env("cuda")
 
 
+def _at(pin: Pin) -> Step:
+    return Step(
+        f"upstream-bound tests in the patched tree of {pin.version}",
+        _cpu,
+        ("tests",),
+        "not gpu and not sm100",
+        lambda: patched_tree("cpu", pin),
+        workers=2,
+    )
+
+
 TIERS: dict[str, tuple[Step, ...]] = {
     "tier1": (
         Step("series and tooling", _tools, ("tests/series", "tests/demo"), _OTHERS),
@@ -66,6 +78,7 @@ TIERS: dict[str, tuple[Step, ...]] = {
             lambda: patched_tree("cpu"),
             workers=2,
         ),
+        *(_at(pin) for pin in load_pins()[1:]),
     ),
     "image": (Step("images", _tools, ("tests/image",), "image"),),
     "gpu": (

@@ -23,9 +23,9 @@ from recipe.errors import RecipeError
 from recipe.lock import load_lock
 from recipe.patch import Patch
 from recipe.paths import PIN_FILE, STAMP_SOURCE, cache_dir
-from recipe.pin import Pin, add_pin_option, load_pin
+from recipe.pin import Flavor, Pin, add_pin_option, load_pin
 from recipe.series import Sources, check_ownership, load_series, require
-from recipe.wheel import WheelFiles, fetch_wheel, unpack
+from recipe.wheel import NATIVE, WheelFiles, fetch_wheel, unpack
 
 _DAY_S = 24 * 60 * 60
 
@@ -167,20 +167,43 @@ def build_tree(
     )
 
 
-def patched_tree(flavor: str) -> Path:
+def patched_tree(flavor: str, pin: Pin | None = None) -> Path:
     """Return the patched tree in the cache, made once for each state of the series.
 
+    A release without the flavor gets another one's Python files and the machine code of
+    the first pin's; its metadata is left out, so that those of the environment count.
     Trees that were not made within the last day are removed.
     """
-    path = cache_dir() / "trees" / f"{flavor}-{series_digest()[:16]}"
+    pin = pin or load_pin()
+    name = f"{pin.name}-{flavor}-{series_digest()[:16]}"
+    path = cache_dir() / "trees" / name
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         for old in path.parent.iterdir():
             if time.time() - old.stat().st_mtime > _DAY_S:
                 shutil.rmtree(old)
         print(f"making the patched {flavor} tree in {path} …", file=sys.stderr)
-        build_tree(flavor, path)
+        if flavor in pin.flavors:
+            build_tree(flavor, path, pin=pin)
+        else:
+            with tempfile.TemporaryDirectory(dir=path.parent) as work:
+                mixed = Path(work) / "tree"
+                build_tree(pin.any_flavor.name, mixed, pin=pin, native=False)
+                _borrow_machine_code(mixed, load_pin().flavor(flavor))
+                mixed.rename(path)
     return path
+
+
+def _borrow_machine_code(root: Path, flavor: Flavor) -> None:
+    for metadata in root.glob("*.dist-info"):
+        shutil.rmtree(metadata)
+    files = WheelFiles(fetch_wheel(flavor))
+    for name in files.names:
+        if name.endswith(NATIVE):
+            target = root / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(files.read(name))
+            target.chmod(files.mode(name))
 
 
 def series_digest(sources: Sources | None = None) -> str:

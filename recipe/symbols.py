@@ -98,8 +98,9 @@ class Definition:
 
     Attributes:
         path: File that defines it.
-        kind: ``module``, ``function``, ``class``, ``value`` or ``dynamic``.
-        node: Its syntax tree; ``None`` for a module and what is made at run time.
+        kind: ``module``, ``function``, ``class``, ``value``, ``dynamic``, or
+            ``unknown`` where the file does not parse.
+        node: Its syntax tree, if there is one.
     """
 
     path: str
@@ -210,14 +211,17 @@ class Release:
         """Return the path of a module, ``None`` if there is none."""
         base = name.replace(".", "/")
         for path in (f"{base}.py", f"{base}/__init__.py"):
-            if self._tree(path) is not None:
+            if path in self._trees or self._read(path) is not None:
                 return path
         return None
 
     def _tree(self, path: str) -> ast.Module | None:
+        """Return the syntax tree of a file, ``None`` if it does not parse."""
         if path not in self._trees:
-            data = self._read(path)
-            self._trees[path] = None if data is None else ast.parse(data, path)
+            try:
+                self._trees[path] = ast.parse(self._read(path) or b"", path)
+            except SyntaxError:
+                self._trees[path] = None
         return self._trees[path]
 
     def find(
@@ -230,7 +234,8 @@ class Release:
         if not symbol.name:
             return Definition(path, "module", None)
         tree = self._tree(path)
-        assert tree is not None
+        if tree is None:
+            return Definition(path, "unknown", None)
         dynamic = False
         for node in _statements(tree.body):
             if isinstance(node, _FUNCTIONS) and node.name == symbol.name:
@@ -343,7 +348,9 @@ def _differences(
     before: Definition, after: Definition, used: Usage, old: Release, new: Release
 ) -> Iterator[tuple[str, bool, str]]:
     """Yield member, whether it breaks callers, and what differs."""
-    if before.kind != after.kind:
+    if after.kind == "unknown":
+        yield "", True, f"cannot be looked up, {after.path} does not parse"
+    elif before.kind != after.kind:
         yield "", True, f"was a {before.kind}, is a {after.kind}"
     elif isinstance(before.node, ast.ClassDef):
         assert isinstance(after.node, ast.ClassDef)

@@ -201,6 +201,12 @@ FUNCTION = "from lib.a import f\nf(1, key=2)\n"
         (
             FUNCTION,
             "def f(x, key): ...",
+            "def f(x, key) ...",
+            [("lib.a.f: cannot be looked up, lib/a.py does not parse", True)],
+        ),
+        (
+            FUNCTION,
+            "def f(x, key): ...",
             "class f: ...",
             [("lib.a.f: was a function, is a class", True)],
         ),

@@ -162,5 +162,5 @@ def test_base_is_named_by_what_it_is_made_of() -> None:
 @pytest.mark.parametrize("name", engine.ENGINES)
 def test_engine_works_or_tells_why(name: str) -> None:
     if reason := engine.ENGINES[name]().unusable():
-        pytest.skip(f"{name} is not tested here: {reason}")
+        pytest.skip(f"{name} does not run here by itself: {reason}")
     assert engine.pick_engine(name).name == name

@@ -52,11 +52,20 @@ class Hunk:
     after: tuple[bytes, ...]
 
     def places(self, lines: Sequence[bytes]) -> list[int]:
-        """Return every line, from 1, at which ``lines`` hold all that it stands on."""
+        """Return every line, from 1, at which it can stand in a file.
+
+        As git has it: a hunk of a file's first line, or one that ends without context,
+        stands at the beginning or the end of a file and nowhere else.
+        """
         size = len(self.before)
+        first, last = 0, len(lines) - size
+        if self.start <= 1:
+            last = min(last, 0)
+        if self.before[-1:] != self.after[-1:]:
+            first = len(lines) - size
         return [
             at + 1
-            for at in range(len(lines) - size + 1)
+            for at in range(max(first, 0), last + 1)
             if tuple(lines[at : at + size]) == self.before
         ]
 

@@ -3,6 +3,7 @@
 Field cases E1, E6, E7 and E19 again, where line numbers may be others.
 """
 
+import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,13 +14,24 @@ import pytest
 from recipe import refresh
 from recipe import series as series_module
 from recipe.apply import PinFiles, apply_series
+from recipe.drift import CONFLICT, place
 from recipe.errors import RecipeError
 from recipe.locking import Release, later_locks, make_lock
+from recipe.patch import read_patch
 from recipe.pin import Pin, load_pin, load_pins
 from recipe.series import Sources, load_series
 from recipe.tree import build_tree, overlay_files
 from recipe.wheel import fetch_wheel
-from tests.series.support import PIN_FILES, commit, git, message, snapshot, write_files
+from tests.series.support import (
+    PIN_FILES,
+    SAMPLES,
+    commit,
+    git,
+    message,
+    sample,
+    snapshot,
+    write_files,
+)
 
 PLAIN = PIN_FILES["vllm/plain.py"]
 # Two lines more above every hunk, and a change where no hunk stands.
@@ -235,6 +247,76 @@ def test_e7_stray_variants_are_refused(make_later: Make, sources: Sources) -> No
     folder.rename(sources.patches / "former")
     with pytest.raises(RecipeError, match="no later pin .* is called so"):
         load_series(sources)
+
+
+BAD = (
+    *(
+        "e02_crlf_patch",
+        "e03_crlf_mixed",
+        "e04_trimmed_context",
+        "e05_blank_after_hunk",
+    ),
+    *("e08_no_prefix", "e09_mode_change", "e10_new_empty_file", "e11_quoted_path"),
+    *("e12_pure_rename", "e13_binary_full", "e17_prose_diff", "e18_empty"),
+)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_group_e_is_refused_in_a_variant(
+    name: str, make_later: Make, sources: Sources
+) -> None:
+    """E2 to E5, E8 to E13, E17, E18: a variant is held to the form of any patch."""
+    later, files = make_later(MOVED)
+    first = load_series(sources)[0]
+    variant = sources.patches / "later" / first.name
+    variant.parent.mkdir()
+    shutil.copyfile(sample(f"{name}.patch"), variant)
+    with pytest.raises(RecipeError, match=first.name):
+        load_series(sources.of(later))
+    with pytest.raises(RecipeError, match=first.name):
+        later_locks(load_series(sources), sources, [(later, files)])
+    assert load_series(sources)[0].path == first.path
+
+
+ABOVE = b"above = 0\n\nabove = 1\n"
+APPLICABLE = sorted(
+    path.name
+    for path in SAMPLES.glob("*.patch")
+    if path.stem not in BAD
+    and path.stem not in ("e08_deep_prefix", "e11_spaced_path", "e13_binary")
+    and path.stem not in ("e17_prose_indented", "e18_prose_only")
+    and not path.stem.startswith("e19")
+)
+
+
+@pytest.mark.parametrize("name", APPLICABLE)
+@pytest.mark.parametrize(
+    "above", [b"", b"above = 0\n\nabove = 1\n"], ids=["as is", "moved"]
+)
+def test_group_e_at_other_lines(name: str, above: bytes, tmp_path: Path) -> None:
+    """E1, E3, E6, E9, E14, E15: what `drift` says is what applying does, bytes too.
+
+    Twice: nothing applies a second time.
+    """
+    patch = read_patch(sample(name))
+    write_files(tmp_path, PIN_FILES)
+    for edit in patch.edits:
+        path = tmp_path / edit.path
+        ends = b"\r\n" if edit.path.endswith("crlf.py") else b"\n"
+        path.write_bytes(above.replace(b"\n", ends) + path.read_bytes())
+    for _ in range(2):
+        modes = {e.path: (tmp_path / e.path).stat().st_mode for e in patch.edits}
+        placed = [place(e, (tmp_path / e.path).read_bytes()) for e in patch.edits]
+        found = [placement.status for one, _ in placed for placement in one]
+        if CONFLICT in found:
+            with pytest.raises(RecipeError, match=name):
+                apply_series(tmp_path, [patch], None, exact=False)
+            return
+        apply_series(tmp_path, [patch], None, exact=False)
+        for edit, (_, data) in zip(patch.edits, placed, strict=True):
+            assert (tmp_path / edit.path).read_bytes() == data
+            assert (tmp_path / edit.path).stat().st_mode == modes[edit.path]
+    raise AssertionError(f"{name} applied twice")
 
 
 def test_patches_are_added_at_the_first_pin_only(

@@ -19,6 +19,9 @@ VERBS = {
     "test": "recipe.testing",
     "refresh": "recipe.refresh",
     "series": "recipe.series",
+    "stats": "recipe.stats",
+    "drift": "recipe.drift",
+    "export": "recipe.export",
     "receipts": "recipe.receipts",
 }
 

@@ -1,4 +1,8 @@
-"""Apply patches to a directory: zero fuzz, no offset, every byte accounted for."""
+"""Apply patches to a directory: zero fuzz, every byte accounted for.
+
+At the pin that the series is written for, line numbers are exact. At another one a hunk
+may stand elsewhere in its file, if there is only one place that it can mean.
+"""
 
 import hashlib
 import re
@@ -10,7 +14,7 @@ from typing import Protocol
 from recipe.errors import RecipeError
 from recipe.git import run_git
 from recipe.lock import Lock
-from recipe.patch import FileEdit, Patch
+from recipe.patch import FileEdit, Patch, split_lines
 
 _OFFSET = re.compile(r"Hunk #\d+ succeeded at \d+ \(offset.*")
 
@@ -74,7 +78,7 @@ def check_absent(files: PinFiles, patches: Sequence[Patch]) -> None:
 
 
 def apply_series(
-    root: Path, patches: Sequence[Patch], lock: Lock | None
+    root: Path, patches: Sequence[Patch], lock: Lock | None, *, exact: bool = True
 ) -> dict[str, dict[str, str]]:
     """Apply the patches in order to the files below ``root``.
 
@@ -84,20 +88,22 @@ def apply_series(
         root: Directory with at least the touched files.
         patches: What to apply.
         lock: The recorded hashes, or ``None`` to find them out.
+        exact: Refuse hunks that stand at another line than they say.
 
     Returns:
         sha256 of each touched file after each patch, by patch name and path.
 
     Raises:
-        RecipeError: A patch does not apply exactly where it says, or a file differs
-            from the lock before or after.
+        RecipeError: A patch does not apply, or not exactly where it says, or a hunk
+            could stand in several places, or a file differs from the lock before or
+            after.
     """
     after: dict[str, dict[str, str]] = {}
     if lock is not None:
         _check_pin(root, patches, lock)
     for position, patch in enumerate(patches):
         try:
-            after[patch.name] = _apply(root, patch)
+            after[patch.name] = _apply(root, patch, exact)
             if lock is not None:
                 _check_after(patch, after[patch.name], lock)
         except RecipeError as error:
@@ -142,7 +148,7 @@ def _check_after(patch: Patch, found: dict[str, str], lock: Lock) -> None:
             )
 
 
-def _apply(root: Path, patch: Patch) -> dict[str, str]:
+def _apply(root: Path, patch: Patch, exact: bool) -> dict[str, str]:
     before = {path: (root / path).read_bytes() for path in patch.touched}
     modes = {path: (root / path).stat().st_mode & 0o777 for path in patch.touched}
     command = ["apply", "-v", "-p1", "--whitespace=nowarn", "-"]
@@ -152,7 +158,9 @@ def _apply(root: Path, patch: Patch) -> dict[str, str]:
         lines = [line for line in output.split("\n") if line.startswith("error: ")]
         reason = "; ".join(line.removeprefix("error: ") for line in lines) or output
         raise RecipeError(f"{patch.name}: does not apply: {reason}")
-    if match := _OFFSET.search(output):
+    if not exact:
+        _check_places(patch, before)
+    elif match := _OFFSET.search(output):
         paths = ", ".join(patch.touched)
         raise RecipeError(
             f"{patch.name}: {match.group()} in one of {paths}; line numbers must be "
@@ -168,20 +176,30 @@ def _apply(root: Path, patch: Patch) -> dict[str, str]:
     return hashes
 
 
+def _check_places(patch: Patch, before: dict[str, bytes]) -> None:
+    """Check that no hunk was moved to one of several places that look alike."""
+    for edit in patch.edits:
+        lines = split_lines(before[edit.path])
+        for number, hunk in enumerate(edit.hunks, 1):
+            places = hunk.places(lines)
+            if hunk.start not in places and len(places) > 1:
+                raise RecipeError(
+                    f"{patch.name}: {edit.path}: hunk {number} fits at lines "
+                    f"{', '.join(map(str, places))}; make a variant with more context"
+                )
+
+
 def _check_counts(patch: Patch, edit: FileEdit, before: bytes, after: bytes) -> None:
     """Check that exactly the lines of the patch came and went, each as often."""
-    expected = Counter(_lines(before))
+    expected = Counter(split_lines(before))
     expected.subtract(edit.removed)
     expected.update(edit.added)
-    if +expected != Counter(_lines(after)) or min(expected.values(), default=0) < 0:
+    if (
+        +expected != Counter(split_lines(after))
+        or min(expected.values(), default=0) < 0
+    ):
         raise RecipeError(
             f"{patch.name}: {edit.path}: the patch says {edit.added.total()} in and "
             f"{edit.removed.total()} out, the file shows another change; "
             "run ./build.sh refresh"
         )
-
-
-def _lines(data: bytes) -> list[bytes]:
-    parts = data.split(b"\n")
-    lines = [part + b"\n" for part in parts[:-1]]
-    return [*lines, parts[-1]] if parts[-1] else lines

@@ -27,7 +27,7 @@ from recipe.engine import (
 from recipe.env import INSTALLER, locked
 from recipe.errors import RecipeError
 from recipe.paths import ROOT, cache_dir
-from recipe.pin import Flavor, load_pin
+from recipe.pin import Flavor
 from recipe.system import apt_install
 from recipe.wheel import fetch_wheel
 
@@ -170,7 +170,7 @@ def base_tag(flavor: Flavor) -> str:
     digest = hashlib.sha256(" ".join([SUITE, flavor.sha256, *WITHOUT]).encode())
     for path in (*sorted(RECIPE.iterdir()), INSTALLER):
         digest.update(b"\0" + path.name.encode() + b"\0" + path.read_bytes())
-    return f"localhost/vllm-cpu-base:{load_pin().version}-{digest.hexdigest()[:12]}"
+    return f"localhost/vllm-cpu-base:{flavor.version}-{digest.hexdigest()[:12]}"
 
 
 def ensure_base(engine: Engine, flavor: Flavor, platform: str, install: bool) -> str:
@@ -211,7 +211,7 @@ def _build(
     with tempfile.TemporaryDirectory(dir=cache_dir(), prefix="base.") as work:
         setup = Path(work)
         (setup / "pip.conf").write_text(settings.text)
-        (setup / "setup.sh").write_text(setup_script(wheel.name, proxies(os.environ)))
+        (setup / "setup.sh").write_text(setup_script(flavor, proxies(os.environ)))
         shutil.copy(INSTALLER, setup)
         os.link(wheel, setup / wheel.name)
         os.link(rootfs, setup / "debian.tar")
@@ -230,11 +230,11 @@ def _build(
             engine.build(Build(file, setup, tag, platform, mounts=mounts, verbose=True))
 
 
-def setup_script(wheel: str, variables: Mapping[str, str]) -> str:
+def setup_script(flavor: Flavor, variables: Mapping[str, str]) -> str:
     """Return the shell script that the Containerfile's RUN executes in the base.
 
     Args:
-        wheel: File name of the wheel in :data:`WORK`.
+        flavor: The build; its wheel lies in :data:`WORK`.
         variables: More environment.
     """
     environment = {
@@ -243,9 +243,9 @@ def setup_script(wheel: str, variables: Mapping[str, str]) -> str:
         "PIP_CACHE_DIR": f"{WORK}/cache",
     }
     exports = [f"export {key}={shlex.quote(environment[key])}" for key in environment]
-    command = ["python3", f"{WORK}/{INSTALLER.name}", f"--wheel={WORK}/{wheel}"]
+    command = ["python3", f"{WORK}/{INSTALLER.name}", f"--wheel={WORK}/{flavor.wheel}"]
     command += [f"--without={name}" for name in WITHOUT]
-    command.append(f"--cpu={load_pin().version}")
+    command.append(f"--cpu={flavor.version}")
     return "\n".join(["set -eu", *exports, f"exec {shlex.join(command)}"]) + "\n"
 
 

@@ -27,7 +27,7 @@ def env_dir(flavor: Flavor) -> Path:
     The name holds what the contents depend on: release, wheel and Python version.
     """
     python = "py{}.{}".format(*sys.version_info[:2])
-    key = f"{flavor.name}-{load_pin().version}-{flavor.sha256[:8]}-{python}"
+    key = f"{flavor.name}-{flavor.version}-{flavor.sha256[:8]}-{python}"
     return cache_dir() / "envs" / key
 
 
@@ -52,7 +52,7 @@ def install_command(
     if wheel:
         command.append(f"--wheel={wheel}")
         if flavor.name == "cpu":
-            command.append(f"--cpu={load_pin().version}")
+            command.append(f"--cpu={flavor.version}")
     return command + [f"--extra={extra}" for extra in extras]
 
 
@@ -96,7 +96,7 @@ def ensure_env(
         else:
             extras = sorted({*extras, *ready["extras"]})
             wheel = None
-        _say(f"installing {build.package} {load_pin().version} into {directory}")
+        _say(f"installing {build.package} {build.version} into {directory}")
         command = install_command(str(python), wheel, build, extras)
         if status := subprocess.run(command, stdout=sys.stderr).returncode:
             raise RecipeError(

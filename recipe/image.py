@@ -37,7 +37,7 @@ from recipe.errors import RecipeError
 from recipe.git import run_git
 from recipe.lock import load_lock
 from recipe.paths import ROOT, cache_dir
-from recipe.pin import Flavor, load_pin
+from recipe.pin import Flavor, Pin, add_pin_option, load_pin
 from recipe.series import Sources
 from recipe.stamp import MANIFEST, overlay_id, stamp_files
 from recipe.tree import is_runtime, overlay_files, series_digest
@@ -112,15 +112,19 @@ class Result:
     archive_digest: str | None
 
 
-def plan_overlay(sources: Sources | None = None) -> Overlay:
+def plan_overlay(sources: Sources | None = None, pin: Pin | None = None) -> Overlay:
     """Return what an image gets: the runtime files of the series and the stamp.
+
+    Args:
+        sources: The series.
+        pin: The release; the first by default.
 
     Raises:
         RecipeError: The series is not in order, deletes or renames a file, or does not
             apply.
     """
     sources = sources or Sources()
-    pin = load_pin()
+    pin = pin or load_pin()
     files = overlay_files(sources=sources, pin=pin)
     files = {path: files[path] for path in sorted(files) if is_runtime(path)}
     stamp = stamp_files(files, sources=sources, pin=pin)
@@ -227,7 +231,7 @@ def check_base(
     Raises:
         RecipeError: It differs in Python, architecture, layout or any touched file.
     """
-    pin = load_pin()
+    pin = load_pin(flavor.version)
     if contents.python != flavor.base_python:
         raise RecipeError(
             f"base {ref}: runs vLLM on Python {contents.python}, the pin records "
@@ -300,10 +304,15 @@ def stage(
 
 
 def image_labels(
-    ref: str, base: Image, contents: Contents, overlay: Overlay, platform: str
+    ref: str,
+    base: Image,
+    contents: Contents,
+    overlay: Overlay,
+    flavor: Flavor,
+    platform: str,
 ) -> dict[str, str]:
     """Return the labels that tell what an image is made of."""
-    pin = load_pin()
+    pin = load_pin(flavor.version)
     labels = {
         "org.opencontainers.image.base.name": ref,
         "org.opencontainers.image.base.digest": base.digest,
@@ -370,7 +379,7 @@ def build_image(
     """
     platform = platform or default_platform(flavor)
     timestamp = default_timestamp() if timestamp is None else timestamp
-    overlay = plan_overlay(sources)
+    overlay = plan_overlay(sources, load_pin(flavor.version))
     ref = base or flavor.base_image
     if ref is None:
         ref = ensure_base(engine, flavor, platform, install_deps)
@@ -394,7 +403,7 @@ def build_image(
                 "SITE": contents.site,
                 "OWNER": "{}:{}".format(*contents.owner),
             },
-            labels=image_labels(ref, origin, contents, overlay, platform),
+            labels=image_labels(ref, origin, contents, overlay, flavor, platform),
             timestamp=timestamp,
         )
         _say(f"copying {len(overlay.files)} files to {contents.site}")
@@ -447,8 +456,7 @@ def archive_digest(archive: Archive) -> str | None:
 def default_tag(flavor: Flavor, platform: str) -> str:
     """Return the name that an image gets if the user gives none."""
     architecture = PurePosixPath(platform).name
-    version = load_pin().version
-    return f"localhost/vllm-pinned-hot:{version}-{flavor.name}-{architecture}"
+    return f"localhost/vllm-pinned-hot:{flavor.version}-{flavor.name}-{architecture}"
 
 
 def run_command(engine: Engine, flavor: Flavor, tag: str) -> str:
@@ -473,7 +481,7 @@ def _say(text: str) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     archive = parse_archive(args.output) if args.output else None
-    flavor = load_pin().flavor(args.flavor)
+    flavor = load_pin(args.pin).flavor(args.flavor)
     engine = pick_engine(args.engine, args.install_deps)
     _say(f"engine: {engine.name}")
     result = build_image(
@@ -515,6 +523,7 @@ def add_parser(
         "image", help="build a container image with the overlay (the default verb)"
     )
     parser.add_argument("--flavor", choices=("cuda", "cpu"), default="cuda")
+    add_pin_option(parser)
     parser.add_argument(
         "--base", metavar="REF", help="image that holds the pinned vLLM"
     )

@@ -20,7 +20,7 @@ from typing import Any
 from recipe.apply import sha256
 from recipe.errors import RecipeError
 from recipe.lock import load_lock
-from recipe.pin import Pin, load_pin
+from recipe.pin import Pin, load_pin, load_pins
 from recipe.series import Sources
 from recipe.stamp import MANIFEST, PACKAGE, overlay_id, stamp_files
 from recipe.tree import is_runtime, overlay_files, series_digest
@@ -119,6 +119,14 @@ def locate(python: Path, pin: Pin) -> Installed:
     return Installed(python, site, versions)
 
 
+def installed_pin(python: Path) -> Pin:
+    """Return the pin whose release ``python`` finds, or the first."""
+    packages = {f.package for pin in load_pins() for f in pin.flavors.values()}
+    found: dict[str, Any] = json.loads(_ask(python, _LOCATE, sorted(packages)))
+    releases = {version.partition("+")[0] for version in found["versions"].values()}
+    return next((pin for pin in load_pins() if {pin.version} == releases), load_pin())
+
+
 def _ask(python: Path, script: str, args: Sequence[str] = ()) -> str:
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [os.path.abspath(python), "-c", script, *args]
@@ -199,7 +207,7 @@ def install(
         RecipeError: It is not the pinned release, a file is not as at the pin, or
             another overlay is installed.
     """
-    pin = pin or load_pin()
+    pin = pin or installed_pin(python)
     sources = sources or Sources()
     there = locate(python, pin)
     site, state = there.site, read_state(there.site)
@@ -480,7 +488,7 @@ def verify(
     Raises:
         RecipeError: It is not.
     """
-    pin = pin or load_pin()
+    pin = pin or installed_pin(python)
     sources = sources or Sources()
     there = locate(python, pin)
     install_it = f"run ./build.sh install --python {python}"

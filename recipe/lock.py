@@ -1,7 +1,8 @@
-"""``patches/lock.json``: hashes of every touched file, at the pin and after each patch.
+"""``lock.json``: hashes of every touched file, at the pin and after each patch.
 
-The file is written by ``refresh`` and never by hand. It lets the series be checked
-without the wheels, and it makes a build stop when a single byte is not as it was.
+``patches/`` holds that of the first pin, ``patches/NAME/`` that of the pin NAME. They
+are written by ``refresh`` and never by hand. A lock lets the series be checked without
+the wheels, and it makes a build stop when a single byte is not as it was.
 """
 
 import json
@@ -50,11 +51,12 @@ def dump_lock(lock: Lock) -> bytes:
 
 
 def load_lock(sources: Sources, pin: Pin) -> Lock:
-    """Read the lock.
+    """Read the lock of a pin.
 
     Raises:
         RecipeError: It is missing, ill-formed, or made for other wheels.
     """
+    sources = sources.of(pin)
     cure = "run ./build.sh refresh"
     try:
         table: dict[str, Any] = json.loads(sources.lock.read_bytes())

@@ -4,7 +4,7 @@ import email
 import email.policy
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,39 @@ _TRAILER = re.compile(r"(?P<key>[A-Z][A-Za-z-]*): (?P<value>\S.*)")
 
 
 @dataclass(frozen=True)
+class Hunk:
+    """One hunk of a diff.
+
+    Attributes:
+        start: Line of the old file at which it begins, from 1.
+        before: Lines that it stands on, context and removed ones, with line ends.
+        after: Lines that it leaves there, context and added ones.
+    """
+
+    start: int
+    before: tuple[bytes, ...]
+    after: tuple[bytes, ...]
+
+    def places(self, lines: Sequence[bytes]) -> list[int]:
+        """Return every line, from 1, at which it can stand in a file.
+
+        As git has it: a hunk of a file's first line, or one that ends without context,
+        stands at the beginning or the end of a file and nowhere else.
+        """
+        size = len(self.before)
+        first, last = 0, len(lines) - size
+        if self.start <= 1:
+            last = min(last, 0)
+        if self.before[-1:] != self.after[-1:]:
+            first = len(lines) - size
+        return [
+            at + 1
+            for at in range(max(first, 0), last + 1)
+            if tuple(lines[at : at + size]) == self.before
+        ]
+
+
+@dataclass(frozen=True)
 class FileEdit:
     """What a patch does to one file.
 
@@ -45,11 +78,25 @@ class FileEdit:
         path: Relative to site-packages.
         added: Lines that come in, with their line ends, each with its count.
         removed: Lines that go out, likewise.
+        hunks: The hunks, in order.
     """
 
     path: str
     added: Counter[bytes]
     removed: Counter[bytes]
+    hunks: tuple[Hunk, ...]
+
+    @property
+    def changed_lines(self) -> int:
+        """Lines added plus lines removed."""
+        return self.added.total() + self.removed.total()
+
+
+def split_lines(data: bytes) -> list[bytes]:
+    """Split bytes at LF alone, keeping it: form feeds and the like are no line ends."""
+    parts = data.split(b"\n")
+    lines = [part + b"\n" for part in parts[:-1]]
+    return [*lines, parts[-1]] if parts[-1] else lines
 
 
 @dataclass(frozen=True)
@@ -63,6 +110,7 @@ class Patch:
         diff: The part of ``raw`` that a patch program acts on.
         subject: First line of the message, without ``[PATCH]``.
         author: ``Name <address>`` of the From header.
+        date: The Date header.
         paragraphs: The message, without the trailers, blank line by blank line.
         trailers: Values by key, in order.
         edits: The edited files, in order.
@@ -74,6 +122,7 @@ class Patch:
     diff: bytes
     subject: str
     author: str
+    date: str
     paragraphs: tuple[str, ...]
     trailers: dict[str, list[str]]
     edits: tuple[FileEdit, ...]
@@ -91,7 +140,7 @@ class Patch:
     @property
     def changed_lines(self) -> int:
         """Lines added plus lines removed."""
-        return sum(edit.added.total() + edit.removed.total() for edit in self.edits)
+        return sum(edit.changed_lines for edit in self.edits)
 
 
 def read_patch(path: Path) -> Patch:
@@ -128,6 +177,7 @@ def parse_patch(raw: bytes, path: Path) -> Patch:
         diff=diff,
         subject=subject.removeprefix("[PATCH] "),
         author=str(mail["From"] or ""),
+        date=str(mail["Date"] or ""),
         paragraphs=paragraphs,
         trailers=trailers,
         edits=_edits(diff, name),
@@ -302,14 +352,20 @@ def _edits(diff: bytes, name: str) -> tuple[FileEdit, ...]:
     edits = []
     for file in files:
         lines: dict[str, Counter[bytes]] = {"+": Counter(), "-": Counter()}
+        hunks = []
         for hunk in file:
+            sides: dict[str, list[bytes]] = {"-": [], "+": []}
             for line, after in zip(hunk, [*hunk[1:], None], strict=True):
                 value = line.value.encode("latin-1")
                 if after is not None and after.line_type == "\\":
                     value = value.removesuffix(b"\n")
                 if line.line_type in lines:
                     lines[line.line_type][value] += 1
-        edits.append(FileEdit(file.path, lines["+"], lines["-"]))
+                for kind, side in sides.items():
+                    if line.line_type in (" ", kind):
+                        side.append(value)
+            hunks.append(Hunk(hunk.source_start, tuple(sides["-"]), tuple(sides["+"])))
+        edits.append(FileEdit(file.path, lines["+"], lines["-"], tuple(hunks)))
     return tuple(edits)
 
 

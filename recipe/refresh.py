@@ -4,6 +4,10 @@
 then a commit for each patch. The author edits, rebases and amends with plain git;
 ``refresh DIR`` writes ``patches/`` and ``overlay/`` from it. Import and export
 reproduce every byte, which ``refresh --check`` proves.
+
+The series is written for the first pin. For a later one ``refresh --start DIR --pin
+NAME`` makes the repository, and ``refresh DIR`` writes a variant ``patches/NAME/…`` of
+each patch that has other lines there; one whose hunks only stand elsewhere needs none.
 """
 
 import argparse
@@ -17,12 +21,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipe.apply import PinFiles, apply_series, extract, sha256, touched_paths
+from recipe.apply import PinFiles, extract, sha256, touched_paths
 from recipe.errors import RecipeError
 from recipe.git import run_git
 from recipe.lock import Lock, dump_lock
+from recipe.locking import (
+    Release,
+    later_locks,
+    make_lock,
+    release_files,
+    with_variants,
+)
 from recipe.patch import Patch, parse_patch
-from recipe.pin import Pin, load_pin
+from recipe.pin import Pin, add_pin_option, load_pin, load_pins
 from recipe.series import (
     Sources,
     check_headers,
@@ -31,7 +42,7 @@ from recipe.series import (
     overlay_paths,
     require,
 )
-from recipe.wheel import WheelFiles, fetch_wheel, unpack
+from recipe.wheel import fetch_wheel, unpack
 
 # Every option of format-patch that could change a byte, spelled out.
 EXPORT = (
@@ -246,52 +257,13 @@ def _edited(repo: Path, commit: str, where: str, pinned: set[str]) -> list[str]:
     return edited
 
 
-def make_lock(
-    patches: Sequence[Patch], pins: Mapping[str, PinFiles], pin: Pin
-) -> tuple[Lock, dict[str, bytes]]:
-    """Compute the lock by applying the series to the pinned files.
-
-    Args:
-        patches: The series.
-        pins: The pinned files, by flavor.
-        pin: The release, for the hashes of its wheels.
-
-    Returns:
-        The lock, and the final bytes of the edited files.
-
-    Raises:
-        RecipeError: A patch does not apply, edits a file that is not the same in every
-            flavor, or adds one that exists.
-    """
-    touched = touched_paths(patches)
-    for patch in patches:
-        for path in patch.touched:
-            versions = {f.read(path) for f in pins.values() if f.has(path)}
-            if len(versions) > 1:
-                raise RecipeError(
-                    f"{patch.name}: {path} differs between the flavors "
-                    f"{', '.join(pins)}; make the change elsewhere"
-                )
-        for path in patch.adds:
-            for files in pins.values():
-                if files.has(path):
-                    raise RecipeError(
-                        f"{patch.name}: Adds: {path} exists in {files.label}; edit it"
-                    )
-    with tempfile.TemporaryDirectory() as work:
-        root = Path(work)
-        for files in pins.values():
-            extract(files, touched, root)
-        before = {path: sha256((root / path).read_bytes()) for path in touched}
-        after = apply_series(root, patches, None)
-        final = {path: (root / path).read_bytes() for path in touched}
-    wheels = {name: flavor.sha256 for name, flavor in pin.flavors.items()}
-    added = tuple(path for patch in patches for path in patch.adds)
-    return Lock(wheels, before, after, added), final
-
-
 def start(
-    repo: Path, wheel: Path, sources: Sources, *, log: bool = True
+    repo: Path,
+    wheel: Path,
+    sources: Sources,
+    *,
+    log: bool = True,
+    pin: Pin | None = None,
 ) -> list[Patch]:
     """Make a repository with the pin and the series in it.
 
@@ -300,10 +272,13 @@ def start(
         wheel: The pinned wheel.
         sources: The series; none yet is fine.
         log: Say what goes on.
+        pin: The release that the wheel is of; the first by default.
 
     Raises:
         RecipeError: The directory is not empty or a patch does not apply.
     """
+    pin = pin or load_pin()
+    sources = sources.of(pin)
     patches = load_series(sources) if sources.patches.is_dir() else []
     if log:
         print(f"unpacking the pin into {repo} …", file=sys.stderr, flush=True)
@@ -323,15 +298,14 @@ def start(
     _git(repo, "add", "--all")
     message = ("--quiet", "--allow-empty", "-m", OVERLAY_SUBJECT)
     _git(repo, "commit", *message, env=_IDENTITY)
-    _write_state(repo, sources)
+    _write_state(repo, sources, pin.version)
     import_series(repo, patches)
     return patches
 
 
 def _state(sources: Sources) -> dict[str, dict[str, str]]:
-    patches = sources.patches.iterdir() if sources.patches.is_dir() else ()
     return {
-        "patches": {path.name: sha256(path.read_bytes()) for path in patches},
+        "patches": {name: sha256(data) for name, data in sources.held().items()},
         "overlay": {
             path: sha256(sources.added_file(path).read_bytes())
             for path in overlay_paths(sources)
@@ -339,8 +313,9 @@ def _state(sources: Sources) -> dict[str, dict[str, str]]:
     }
 
 
-def _write_state(repo: Path, sources: Sources) -> None:
-    (repo / ".git" / _STATE).write_text(json.dumps(_state(sources)))
+def _write_state(repo: Path, sources: Sources, release: str) -> None:
+    table = {"release": release, **_state(sources)}
+    (repo / ".git" / _STATE).write_text(json.dumps(table))
 
 
 def merge_overlay(
@@ -378,11 +353,22 @@ def merge_overlay(
 
 
 def refresh(
-    repo: Path, sources: Sources, pins: Mapping[str, PinFiles], pin: Pin
+    repo: Path,
+    sources: Sources,
+    pins: Mapping[str, PinFiles],
+    pin: Pin,
+    later: Sequence[Release] = (),
 ) -> list[str]:
     """Write ``patches/`` and ``overlay/`` from a repository.
 
     Everything is computed and checked before the first byte is written.
+
+    Args:
+        repo: The repository, of the first or a later pin.
+        sources: The series.
+        pins: Files of the first pin, by flavor.
+        pin: The first pin.
+        later: Each later pin with its files, by flavor.
 
     Returns:
         The files that changed, relative to the root of the series.
@@ -392,14 +378,18 @@ def refresh(
             changed since the repository was made.
     """
     export = export_series(repo)
-    lock, final = make_lock(export.patches, pins, pin)
+    base: dict[str, Any] = json.loads((repo / ".git" / _STATE).read_text())
+    if base["release"] == pin.version:
+        lock, final = make_lock(export.patches, pins, pin)
+        wanted = rendered(export, lock, later_locks(export.patches, sources, later))
+    else:
+        wanted, final = with_variants(export.patches, sources, base["release"], later)
     for path, data in final.items():
         if _git(repo, "cat-file", "blob", f"HEAD:{path}") != data:
             raise RecipeError(
                 f"{repo}: {path} at the tip is not what the patches make of the pin; "
                 "make the repository anew with ./build.sh refresh --start"
             )
-    base: dict[str, Any] = json.loads((repo / ".git" / _STATE).read_text())
     now = _state(sources)
     if now["patches"] != base["patches"]:
         raise RecipeError(
@@ -411,52 +401,75 @@ def refresh(
         sources.added_file(path): data
         for path, data in merge_overlay(export.overlay, there, base["overlay"]).items()
     }
-    wanted = rendered(export, lock)
-    for name in sorted({*now["patches"], *wanted}):
-        file = sources.patches / name
-        if not file.exists() or file.read_bytes() != wanted.get(name):
-            changes[file] = wanted.get(name)
+    held = sources.held()
+    for name in sorted({*held, *wanted}):
+        if held.get(name) != wanted.get(name):
+            changes[sources.patches / name] = wanted.get(name)
     for file, new in changes.items():
         if new is None:
             file.unlink()
+            if file.parent != sources.patches and not any(file.parent.iterdir()):
+                file.parent.rmdir()
         else:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(new)
-    _write_state(repo, sources)
+    _write_state(repo, sources, base["release"])
     return [str(file.relative_to(sources.root)) for file in changes]
 
 
-def rendered(export: Export, lock: Lock) -> dict[str, bytes]:
-    """Return the bytes of every file of ``patches/``, by name."""
+def rendered(
+    export: Export, lock: Lock, later: Mapping[str, bytes]
+) -> dict[str, bytes]:
+    """Return the bytes of every file, by path below ``patches/``."""
     return {
         **{patch.name: patch.raw for patch in export.patches},
         "series": export.series(),
         "lock.json": dump_lock(lock),
+        **later,
     }
 
 
-def check(sources: Sources, pins: Mapping[str, PinFiles], pin: Pin) -> list[str]:
-    """Import the series into a repository, export it, and compare every byte.
+def check(
+    sources: Sources,
+    pins: Mapping[str, PinFiles],
+    pin: Pin,
+    later: Sequence[Release] = (),
+) -> list[str]:
+    """Import the series into repositories, export it, and compare every byte.
+
+    Args:
+        sources: The series.
+        pins: Files of the first pin, by flavor.
+        pin: The first pin.
+        later: Each later pin with its files, by flavor.
 
     Returns:
         Lines of a diff, none if the files are what ``refresh`` would write.
     """
-    patches = load_series(sources)
+    export = _round_trip(load_series(sources), pins)
+    lock, _ = make_lock(export.patches, pins, pin)
+    wanted = rendered(export, lock, later_locks(export.patches, sources, later))
+    for other, files in later:
+        mine = sources.of(other)
+        if any(mine.variants.glob("*.patch")):
+            again = _round_trip(load_series(mine), files)
+            wanted |= with_variants(again.patches, sources, other.version, later)[0]
+    found = sources.held()
+    return [
+        line
+        for name in sorted({*wanted, *found})
+        for line in _diff(name, found, wanted)
+    ]
+
+
+def _round_trip(patches: Sequence[Patch], pins: Mapping[str, PinFiles]) -> Export:
     with tempfile.TemporaryDirectory() as work:
         repo = Path(work)
         make_repository(repo)
         extract(next(iter(pins.values())), touched_paths(patches), repo)
         commit_pin(repo)
         import_series(repo, patches)
-        export = export_series(repo)
-    lock, _ = make_lock(export.patches, pins, pin)
-    wanted = rendered(export, lock)
-    found = {path.name: path.read_bytes() for path in sources.patches.iterdir()}
-    return [
-        line
-        for name in sorted({*wanted, *found})
-        for line in _diff(name, found, wanted)
-    ]
+        return export_series(repo)
 
 
 def _diff(
@@ -473,32 +486,33 @@ def _diff(
     )
 
 
-def _pins(pin: Pin) -> dict[str, PinFiles]:
-    return {name: WheelFiles(fetch_wheel(pin.flavors[name])) for name in pin.flavors}
-
-
 def _run(args: argparse.Namespace) -> int:
     pin, sources = load_pin(), Sources()
     repo: Path | None = args.start or args.repo
     if bool(args.check) + bool(args.start) + bool(args.repo) != 1:
         raise RecipeError("refresh: give one of --start DIR, DIR, --check")
     if args.start:
-        wheel = fetch_wheel(pin.flavor(args.flavor))
-        patches = start(args.start, wheel, sources)
+        other = load_pin(args.pin)
+        build = other.flavor(args.flavor) if args.flavor else other.any_flavor
+        patches = start(args.start, fetch_wheel(build), sources, pin=other)
         print(f"{repo}: {len(patches)} patches as commits on tag '{PIN_TAG}'")
         print(f"edit and rebase there, then: ./build.sh refresh {repo}")
         return 0
+    if args.pin or args.flavor:
+        raise RecipeError("refresh: --pin and --flavor belong to --start DIR")
+    files = release_files(pin)
+    later = [(other, release_files(other)) for other in load_pins()[1:]]
     if repo is None:
-        lines = check(sources, _pins(pin), pin)
+        lines = check(sources, files, pin, later)
         for line in lines:
             print(line)
         if lines:
             raise RecipeError("patches/ is not what refresh writes; run it, see above")
         print("patches/ is byte for byte what refresh writes")
         return 0
-    changed = refresh(repo, sources, _pins(pin), pin)
+    changed = refresh(repo, sources, files, pin, later)
     for name in changed:
-        print(f"wrote {name}")
+        print(f"{'wrote' if (sources.root / name).exists() else 'removed'} {name}")
     print(f"{len(changed)} files changed")
     patches = load_series(sources)
     problems = [*check_ownership(patches, sources), *check_headers(patches, sources)]
@@ -519,5 +533,8 @@ def add_parser(
     parser.add_argument("repo", nargs="?", type=Path, metavar="DIR")
     parser.add_argument("--start", type=Path, metavar="DIR", help="make the repository")
     parser.add_argument("--check", action="store_true", help="only compare every byte")
-    parser.add_argument("--flavor", choices=sorted(load_pin().flavors), default="cpu")
+    parser.add_argument(
+        "--flavor", choices=("cpu", "cuda"), help="the wheel to start from"
+    )
+    add_pin_option(parser)
     parser.set_defaults(run=_run)

@@ -3,12 +3,13 @@
 import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from recipe.errors import RecipeError
 from recipe.patch import Patch, read_patch
 from recipe.paths import ROOT
+from recipe.pin import Pin, load_pins
 
 NAME = re.compile(r"(?P<number>\d{4})-[a-z0-9]+(-[a-z0-9]+)*\.patch")
 # A patch edits Python or JSON of the package: nothing else of upstream is in the wheel.
@@ -32,9 +33,17 @@ class Sources:
 
     Attributes:
         root: Directory that holds ``patches/``, ``overlay/`` and ``tests/``.
+        variant: Name of the pin whose variants take the place of patches of the same
+            name; ``None`` for the pin that the series is written for.
     """
 
     root: Path = ROOT
+    variant: str | None = None
+
+    def of(self, pin: Pin) -> "Sources":
+        """Return the same sources as they are for a pin."""
+        first = load_pins()[0].name
+        return replace(self, variant=None if pin.name == first else pin.name)
 
     @property
     def patches(self) -> Path:
@@ -49,7 +58,20 @@ class Sources:
     @property
     def lock(self) -> Path:
         """File with the hashes of every touched file."""
-        return self.patches / "lock.json"
+        return self.variants / "lock.json"
+
+    @property
+    def variants(self) -> Path:
+        """Directory of the lock and of the patches that only this pin has."""
+        return self.patches / self.variant if self.variant else self.patches
+
+    def held(self) -> dict[str, bytes]:
+        """Return the bytes of every file below ``patches/``, by relative path."""
+        return {
+            path.relative_to(self.patches).as_posix(): path.read_bytes()
+            for path in sorted(self.patches.rglob("*"))
+            if path.is_file()
+        }
 
     def added_file(self, path: str) -> Path:
         """Return where the new file ``path`` is kept."""
@@ -93,6 +115,12 @@ class Rule:
 
 TRAILERS = {
     "Buys": Rule(re.compile(r".{10,100}"), "one line for the series file", single=True),
+    "Pull-request": Rule(
+        re.compile(r"(\[[A-Za-z/]+\])+ .{10,70}"),
+        "[MoE][Offload] Title of the pull request that begins with this patch",
+        required=False,
+        single=True,
+    ),
     "RFC": Rule(
         re.compile(r"https://\S+|" + _NONE),
         "https://github.com/vllm-project/vllm/issues/38256",
@@ -153,7 +181,7 @@ def load_series(sources: Sources | None = None) -> list[Patch]:
         names = parse_series(series.read_bytes(), str(series))
     except FileNotFoundError:
         raise RecipeError(f"{series} is missing; restore it from git") from None
-    there = {path.name for path in sources.patches.iterdir()}
+    there = {path.name for path in sources.patches.iterdir() if path.is_file()}
     if missing := [name for name in names if name not in there]:
         raise RecipeError(f"{series}: {missing[0]} is listed but missing; restore it")
     stray = sorted(there - set(names) - {"series", sources.lock.name})
@@ -167,7 +195,36 @@ def load_series(sources: Sources | None = None) -> list[Patch]:
                 f"{series}: {name} is number {position} of the series; "
                 "run ./build.sh refresh to renumber"
             )
-    return [read_patch(sources.patches / name) for name in names]
+    variants = _variants(sources, names)
+    return [
+        read_patch((sources.variants if name in variants else sources.patches) / name)
+        for name in names
+    ]
+
+
+def _variants(sources: Sources, names: Sequence[str]) -> set[str]:
+    """Return the names of the patches that the pin has a variant of.
+
+    Raises:
+        RecipeError: A directory of variants belongs to no pin, or a file in it to no
+            patch.
+    """
+    later = {pin.name for pin in load_pins()[1:]}
+    found: dict[str, set[str]] = {}
+    for folder in sorted(sources.patches.iterdir()):
+        if not folder.is_dir():
+            continue
+        if folder.name not in later:
+            raise RecipeError(
+                f"{folder}: no later pin of recipe/pin.toml is called so; remove it"
+            )
+        found[folder.name] = {path.name for path in folder.iterdir()} - {"lock.json"}
+        if stray := sorted(found[folder.name] - set(names)):
+            raise RecipeError(
+                f"{folder / stray[0]}: the series has no patch of this name; rename or "
+                "remove it"
+            )
+    return found.get(sources.variant or "", set())
 
 
 def overlay_paths(sources: Sources) -> list[str]:

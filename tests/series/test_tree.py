@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe import refresh
+from recipe import locking
 from recipe.apply import PinFiles
 from recipe.errors import RecipeError
 from recipe.pin import Pin
@@ -180,7 +180,7 @@ def test_an_added_path_must_not_exist_at_the_pin(
     with pytest.raises(RecipeError, match="Adds: vllm/imports.py exists in"):
         build_tree("cpu", tmp_path / "tree", sources=sources, pin=pin)
     with pytest.raises(RecipeError, match="Adds: vllm/imports.py exists in"):
-        refresh.make_lock(load_series(sources), pins, pin)
+        locking.make_lock(load_series(sources), pins, pin)
 
 
 def test_a_patched_path_must_exist_at_the_pin(
@@ -190,7 +190,7 @@ def test_a_patched_path_must_exist_at_the_pin(
     second.path.write_bytes(second.raw.replace(b"vllm/tool.py", b"vllm/none.py"))
     for make in (
         lambda: build_tree("cpu", tmp_path / "tree", sources=sources, pin=pin),
-        lambda: refresh.make_lock(load_series(sources), pins, pin),
+        lambda: locking.make_lock(load_series(sources), pins, pin),
     ):
         with pytest.raises(RecipeError, match=r"vllm/none.py.*new files"):
             make()

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+
 from tests.kernels.moe.expert_provider_utils import (
     LAYER_NAMES,
     build_layer,
@@ -20,7 +21,6 @@ from tests.kernels.moe.expert_provider_utils import (
     write_model,
 )
 from tests.kernels.moe.pinned_hot_utils import load_weights
-
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.experts import marlin_moe
 from vllm.model_executor.layers.fused_moe.moe_align_block_size import (
@@ -272,7 +272,7 @@ def fresh_maps():
     provider_module._read_map.cache_clear()
     yield
     gc.collect()
-    torch.cuda.empty_cache()
+    torch.accelerator.empty_cache()
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -347,13 +347,13 @@ def test_graph_replay_is_bit_identical(tmp_path):
         layer = load(config, KINDS["bf16"])
         x, weights, ids = routes(layer, 16)
         eager = layer.forward_modular(x, weights, ids).clone()
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured = layer.forward_modular(x, weights, ids)
         captured.fill_(float("nan"))
         graph.replay()
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         assert torch.equal(captured, eager)
 
 
@@ -366,7 +366,7 @@ def backing():
         DeviceBacking,
     )
 
-    return DeviceBacking(torch.cuda.current_device())
+    return DeviceBacking(torch.accelerator.current_device_index())
 
 
 PATTERNS = ("hhcc", "cchh", "hchc", "cccc", "hhhh")
@@ -388,9 +388,9 @@ def test_range_is_an_ordinary_tensor(backing, pattern):
 
 
 def device_bytes():
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_cache()
+    return torch.accelerator.get_memory_info()[0]
 
 
 def test_driver_counts_hot_pages_only(backing):
@@ -420,7 +420,7 @@ def test_many_lives(backing):
 
 
 def test_out_of_memory_names_tensor_and_numbers(backing):
-    free = torch.cuda.mem_get_info()[0]
+    free = torch.accelerator.get_memory_info()[0]
     pages = free // PAGE + 1000
     huge = torch.empty(1, device="cuda", dtype=torch.uint8).expand(pages * PAGE)
     with pytest.raises(

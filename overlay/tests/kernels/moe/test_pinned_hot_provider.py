@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from tests.kernels.moe.expert_provider_utils import (
     HIDDEN,
     INTERMEDIATE,
@@ -26,7 +27,6 @@ from tests.kernels.moe.pinned_hot_utils import (
     pages_in_memory,
     write_map,
 )
-
 from vllm.model_executor.layers.fused_moe.expert_weight_provider import (
     ResidentProvider,
 )

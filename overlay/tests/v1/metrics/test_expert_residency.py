@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 from prometheus_client import REGISTRY
-from tests.kernels.moe.expert_provider_utils import engine_config, write_model
 from torch import nn
 
+from tests.kernels.moe.expert_provider_utils import engine_config, write_model
 from vllm.model_executor.layers.fused_moe.expert_weight_provider import (
     ExpertResidency,
 )

@@ -96,8 +96,8 @@ class DeviceBacking(RangeBacking):
                     f"GPU {self.device}: {where} pages of {format_bytes(found)} are "
                     f"not supported, {format_bytes(self.page_bytes)} are."
                 )
-        torch.cuda.empty_cache()  # what building the model left behind is free
-        free, total = torch.cuda.mem_get_info(self.device)
+        torch.accelerator.empty_cache()  # what building the model left behind is free
+        free, total = torch.accelerator.get_memory_info(self.device)
         need = planned.hot + planned.largest_layer
         if need > free:
             raise ValueError(
@@ -198,7 +198,7 @@ class DeviceBacking(RangeBacking):
             if not error.out_of_memory:
                 raise
             # torch keeps what the last layer freed; the driver needs it now.
-            torch.cuda.empty_cache()
+            torch.accelerator.empty_cache()
             made = vmm.DeviceRange(self.device, runs, self.page_bytes, *locations)
         return made.tensor(like)
 

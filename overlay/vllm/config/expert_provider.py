@@ -3,10 +3,10 @@
 """Configuration of where a MoE layer's expert weights live."""
 
 import math
-import re
 from dataclasses import fields
 from typing import TYPE_CHECKING, Literal
 
+import regex as re
 from pydantic import field_validator
 
 from vllm.config.utils import config, hash_factors

@@ -124,7 +124,7 @@ class DeviceBacking(RangeBacking):
                 f"{flag}: GPU {self.device} cannot read the memory of GPU {self.peer} "
                 "directly. Use --expert-cold-tier host."
             )
-        free, total = torch.cuda.mem_get_info(self.peer)
+        free, total = torch.accelerator.get_memory_info(self.peer)
         if cold_bytes > free:
             raise ValueError(
                 f"{flag}: the cold expert rows need {format_bytes(cold_bytes)} and "

@@ -56,7 +56,7 @@ def plan_hbm(vllm_config: VllmConfig, device: int, unloaded_bytes: int) -> HbmPl
             counted.
 
     """
-    free, total = torch.cuda.mem_get_info(device)
+    free, total = torch.accelerator.get_memory_info(device)
     cache = vllm_config.cache_config
     kv_cache = cache.kv_cache_memory_bytes
     if kv_cache is None:
@@ -66,7 +66,7 @@ def plan_hbm(vllm_config: VllmConfig, device: int, unloaded_bytes: int) -> HbmPl
     # Like vLLM's own budget, without what other processes hold of the GPU.
     ours = int(total * cache.gpu_memory_utilization)
     return HbmPlan(
-        usable=min(ours - torch.cuda.memory_reserved(device), free),
+        usable=min(ours - torch.accelerator.memory_reserved(device), free),
         kv_cache=kv_cache,
         other_weights=unloaded_bytes,
         activations=activation_bytes(vllm_config),

@@ -107,9 +107,10 @@ def locate(python: Path, pin: Pin) -> Installed:
     versions: dict[str, str] = found["versions"]
     wrong = {n: v for n, v in versions.items() if v.partition("+")[0] != pin.version}
     if wrong or not versions:
+        releases = " or ".join(other.version for other in load_pins())
         raise RecipeError(
             f"{site}: found {wrong or 'no metadata of vllm'}, the overlay is made for "
-            f"{pin.version}; install that release"
+            f"{releases}; install such a release"
         )
     if site.resolve() not in [Path(entry).resolve() for entry in found["path"]]:
         raise RecipeError(

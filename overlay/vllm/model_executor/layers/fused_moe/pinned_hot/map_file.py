@@ -61,11 +61,13 @@ def _as_list(value: object) -> Sequence[object]:
     return value
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """Base of file schemas: no conversions, no unknown fields."""
+
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class Fingerprint(_Strict):
+class Fingerprint(Strict):
     """What a map was made for. Describes the model, not where its files lie."""
 
     architecture: str
@@ -82,8 +84,23 @@ class Fingerprint(_Strict):
     quantization: str | None
     """vLLM's name of the quantization method; null if unquantized."""
 
+    def differences(self, model: "Fingerprint", owner: str) -> str:
+        """Name every field in which a model differs; empty if none does.
 
-class LayerMap(_Strict):
+        Args:
+            model: The fingerprint of the model at hand.
+            owner: What this fingerprint lies in, for the message.
+
+        """
+        return "; ".join(
+            f"{field} is {getattr(self, field)!r} in the {owner} and "
+            f"{getattr(model, field)!r} in the model"
+            for field in Fingerprint.model_fields
+            if getattr(self, field) != getattr(model, field)
+        )
+
+
+class LayerMap(Strict):
     """Ranking of one layer's experts."""
 
     ranking: tuple[int, ...] = Field(strict=False)
@@ -158,7 +175,7 @@ class LayerMap(_Strict):
         return math.fsum(self.share[self.hot :])
 
 
-class Profile(_Strict):
+class Profile(Strict):
     """Where a map's counts came from."""
 
     label: str
@@ -166,7 +183,7 @@ class Profile(_Strict):
     tokens: int = Field(ge=0)
 
 
-class ExpertMap(_Strict):
+class ExpertMap(Strict):
     """A whole map file; see the module's docstring for the format."""
 
     format: Literal["vllm-expert-map"]
@@ -204,17 +221,11 @@ class ExpertMap(_Strict):
             ExpertMapError: Names every field that differs.
 
         """
-        differing = [
-            f"{field} is {getattr(self.fingerprint, field)!r} in the map and "
-            f"{getattr(model, field)!r} in the model"
-            for field in Fingerprint.model_fields
-            if getattr(self.fingerprint, field) != getattr(model, field)
-        ]
-        if differing:
+        if differing := self.fingerprint.differences(model, "map"):
             raise ExpertMapError(
                 path,
                 "fingerprint",
-                "; ".join(differing),
+                differing,
                 "This map belongs to another model: record a profile with this "
                 "model and make a map from it.",
             )
@@ -272,7 +283,7 @@ def parse_expert_map(text: str, path: str | Path) -> ExpertMap:
 
     """
     try:
-        data = json.loads(text, object_pairs_hook=_no_duplicate_keys)
+        data = json.loads(text, object_pairs_hook=unique_keys)
     except ValueError as error:
         raise ExpertMapError(
             path, "file", f"not valid JSON: {error}", "Write the map again."
@@ -289,20 +300,27 @@ def parse_expert_map(text: str, path: str | Path) -> ExpertMap:
     try:
         return ExpertMap.model_validate(data)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = "".join(
-            f"[{part!r}]" if "." in str(part) or isinstance(part, int) else f".{part}"
-            for part in first["loc"]
-        ).lstrip(".")
-        message = first["msg"].removeprefix("Value error, ")
-        if first["type"] not in ("value_error", "missing", "extra_forbidden"):
-            message += f", not {first['input']!r:.80}"
+        field, message = first_problem(error)
         raise ExpertMapError(
             path, field or "file", message, "Correct the file or make the map again."
         ) from None
 
 
-def _no_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def first_problem(error: ValidationError) -> tuple[str, str]:
+    """Field and message of the first thing pydantic found wrong with a file."""
+    first = error.errors(include_url=False)[0]
+    field = "".join(
+        f"[{part!r}]" if "." in str(part) or isinstance(part, int) else f".{part}"
+        for part in first["loc"]
+    ).lstrip(".")
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] not in ("value_error", "missing", "extra_forbidden"):
+        message += f", not {first['input']!r:.80}"
+    return field, message
+
+
+def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Make a JSON object, as `object_pairs_hook`, and refuse a repeated key."""
     result = dict(pairs)
     if len(result) != len(pairs):
         keys = [key for key, _ in pairs]

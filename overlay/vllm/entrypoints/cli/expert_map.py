@@ -45,7 +45,7 @@ class ExpertMapSubcommand(CLISubcommand):
             return parser
         # What is asked for goes to stdout, so that it can be piped; logs do not.
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-        verbs = importlib.import_module(f"{_PACKAGE}.verbs").VERBS
+        verbs = importlib.import_module(f"{_PACKAGE}.verbs")
         # vLLM's own parser class folds options into groups that `vllm serve` needs.
         actions = parser.add_subparsers(
             required=True,
@@ -54,7 +54,7 @@ class ExpertMapSubcommand(CLISubcommand):
             prog=f"vllm {self.name}",
             parser_class=argparse.ArgumentParser,
         )
-        for verb, summary in verbs.items():
+        for verb, summary in verbs.VERBS.items():
             verb_parser = actions.add_parser(
                 verb, help=summary, description=summary, epilog=_EPILOG
             )
@@ -62,7 +62,8 @@ class ExpertMapSubcommand(CLISubcommand):
                 "--json", action="store_true", help="Print JSON instead of tables."
             )
             if words[1:2] == [verb]:
-                module = importlib.import_module(f"{_PACKAGE}.verbs.{verb}")
+                name = verbs.module_of(verb)
+                module = importlib.import_module(f"{_PACKAGE}.verbs.{name}")
                 module.add_arguments(verb_parser)
                 verb_parser.set_defaults(verb_run=module.run)
         return parser

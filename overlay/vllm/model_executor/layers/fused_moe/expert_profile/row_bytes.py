@@ -15,7 +15,10 @@ import numpy as np
 from vllm.model_executor.layers.fused_moe.expert_profile.errors import (
     ExpertPlanError,
 )
-from vllm.model_executor.layers.fused_moe.pinned_hot.map_file import Fingerprint
+from vllm.model_executor.layers.fused_moe.pinned_hot.map_file import (
+    ExpertMap,
+    Fingerprint,
+)
 from vllm.model_executor.layers.fused_moe.pinned_hot.placement import (
     RowTensor,
     hot_budget,
@@ -140,6 +143,19 @@ def hot_page_bytes(
 
     """
     return hot_budget(row.tensors(num_experts), hot_rows, page_bytes)
+
+
+def map_host_bytes(
+    expert_map: ExpertMap, layer_names: Sequence[str], row: ExpertRow, page_bytes: int
+) -> np.ndarray:
+    """`host_bytes` of every layer of a map, `(num_layers, 2, E)` int64."""
+    layers = (expert_map.layers[name] for name in layer_names)
+    return np.stack(
+        [
+            host_bytes(row, layer.ranking, layer.share, layer.hot, page_bytes)
+            for layer in layers
+        ]
+    )
 
 
 def host_bytes(

@@ -6,10 +6,14 @@ import argparse
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from vllm.model_executor.layers.fused_moe.expert_profile.errors import (
     ExpertPlanError,
@@ -253,17 +257,21 @@ def map_hot_bytes(expert_map: ExpertMap, row: ExpertRow, page_bytes: int) -> int
 
 
 def write_text(path: str | Path, text: str) -> None:
+    """`write_bytes` of UTF-8 text."""
+    write_bytes(Path(path), text.encode("utf-8"))
+
+
+def write_bytes(path: Path, data: bytes) -> None:
     """Write a file so that the path always holds a whole one.
 
     Raises:
         ExpertPlanError: It cannot be written.
 
     """
-    path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         try:
-            partial.write_text(text, encoding="utf-8")
+            partial.write_bytes(data)
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
@@ -302,3 +310,33 @@ def gib(num_bytes: float) -> str:
 def as_json(answer: Answer) -> str:
     """The answer for machines, warnings included."""
     return json.dumps(answer.data | {"warnings": list(answer.warnings)}, indent=1)
+
+
+def progress(what: str, total: int | None) -> Callable[[Iterable], Iterator]:
+    """A wrapper that shows on a terminal how far an iteration is, if it takes long."""
+    return partial(
+        tqdm,
+        desc=what,
+        total=total,
+        delay=1,
+        leave=False,
+        disable=None,  # off unless stderr is a terminal
+        file=sys.stderr,
+    )
+
+
+def is_map(path: str | Path) -> bool:
+    """Whether a file is a map (JSON) and not a profile (safetensors).
+
+    Raises:
+        ExpertPlanError: It cannot be read.
+
+    """
+    try:
+        with open(path, "rb") as stream:
+            # safetensors begin with the length of their header, eight bytes.
+            return stream.read(9)[8:] != b"{"
+    except OSError as error:
+        raise ExpertPlanError(
+            f"{path}: cannot be read: {error}. Give a map or a profile."
+        ) from None

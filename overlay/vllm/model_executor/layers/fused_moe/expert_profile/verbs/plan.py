@@ -36,9 +36,9 @@ from vllm.model_executor.layers.fused_moe.expert_profile.verbs.common import (
 from vllm.model_executor.layers.fused_moe.pinned_hot.map_file import Budget, Profile
 
 
-def add_budget(parser: argparse.ArgumentParser) -> None:
+def add_budget(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Add the options of a cut."""
-    budget = parser.add_mutually_exclusive_group(required=True)
+    budget = parser.add_mutually_exclusive_group(required=required)
     budget.add_argument(
         "--hot-gib",
         type=float,
@@ -165,6 +165,16 @@ def _warnings(counts, names, data) -> tuple[str, ...]:
             f"{len(silent)} of {len(names)} layers saw no traffic and are ranked by "
             f"expert id, the first of them {silent[0]}. Record more, or check that "
             "the recording covers every layer."
+        )
+    if not data["cold_rows"]:
+        warnings.append(
+            "the budget holds every row, so nothing is cold: the model fits, and "
+            "--expert-provider resident serves it without a map."
+        )
+    if not data["hot_rows"]:
+        warnings.append(
+            "the budget holds no row, so every selection is read from host memory. "
+            "Raise the budget."
         )
     return tuple(warnings)
 

@@ -114,7 +114,7 @@ def _layers_axis(layers: int) -> dict[str, Any]:
 
 def _cells(picture: HeatMap | Drift) -> list[list[str]]:
     return [
-        [f"{html.escape(name)}<br>expert {expert}" for expert in row]
+        [f"{html.escape(name, quote=False)}<br>expert {expert}" for expert in row]
         for name, row in zip(picture.layer_names, picture.experts.tolist(), strict=True)
     ]
 
@@ -167,7 +167,7 @@ def _coverage(go: Any, picture: Coverage) -> tuple[Any, str]:
             x=(curve.hot_rows * scale).tolist(),
             y=(curve.covered * 100).tolist(),
             mode="lines",
-            name=html.escape(curve.label),
+            name=html.escape(curve.label, quote=False),
             line={"color": _LINES[number % len(_LINES)], "width": 2},
             hovertemplate="%{x:.4g}: %{y:.2f} %<extra></extra>",
         )

@@ -27,13 +27,11 @@ from vllm.model_executor.layers.fused_moe.expert_profile.row_bytes import (
     hot_page_bytes,
 )
 from vllm.model_executor.layers.fused_moe.pinned_hot.map_file import (
-    FORMAT,
-    VERSION,
     Budget,
     ExpertMap,
     Fingerprint,
     Profile,
-    rank_experts,
+    expert_map_from_counts,
 )
 
 Counts = npt.NDArray[np.float64] | npt.NDArray[np.int64]
@@ -380,22 +378,9 @@ def make_map(
         budget: What the cut was chosen for.
 
     """
-    layers = {
-        name: rank_experts(row.tolist(), int(rows))
-        for name, row, rows in zip(
-            layer_names, np.asarray(counts), np.asarray(hot), strict=True
-        )
-    }
-    cold = sum(layer.expected_cold_share for layer in layers.values()) / len(layers)
-    return ExpertMap(
-        format=FORMAT,
-        version=VERSION,
-        fingerprint=fingerprint,
-        layers=layers,
-        profiles=tuple(profiles),
-        expected_cold_share=min(cold, 1.0),
-        budget=budget,
-    )
+    rows = zip(layer_names, np.asarray(counts).tolist(), strict=True)
+    cuts = zip(layer_names, np.asarray(hot).tolist(), strict=True)
+    return expert_map_from_counts(dict(rows), dict(cuts), fingerprint, profiles, budget)
 
 
 def silent_layers(counts: Counts, layer_names: Sequence[str]) -> list[str]:

@@ -18,8 +18,8 @@ sticks out beyond the hot work h adds to the step:
                              = h (c/h)^(n+1) / (n+1)               for c < h
 
 which follows from P(start > s) = (1 - s/h)^n. So one cold expert hides for the most
-part behind much hot work (M = 16), and hardly behind little (M = 1). The expectation over n
-is taken with the exact distribution of a sum of independent events.
+part behind much hot work (M = 16), and hardly behind little (M = 1). The expectation
+over n is taken with the exact distribution of a sum of independent events.
 
 A step with few tokens can be shorter on the GPU than the host takes to start it. Then
 the measured step says what the host takes, and reads that stay below it cost nothing:

@@ -382,21 +382,26 @@ def rank_experts(counts: Sequence[float], hot: int) -> LayerMap:
 
 
 def expert_map_from_counts(
-    counts: Mapping[str, Sequence[int]],
-    hot: int,
+    counts: Mapping[str, Sequence[float]],
+    hot: int | Mapping[str, int],
     fingerprint: Fingerprint,
     profiles: Sequence[Profile],
+    budget: Budget | None = None,
 ) -> ExpertMap:
-    """Make a map with the same cut in every layer.
+    """Make a map from selection counts and cuts.
 
     Args:
         counts: Selections per logical expert, `(E,)`, by layer name.
-        hot: Rows to keep hot in each layer, 0 … E.
+        hot: Rows to keep hot, 0 … E: in every layer, or by layer name.
         fingerprint: The model the counts were recorded on.
         profiles: Where the counts came from.
+        budget: What the cuts were chosen for.
 
     """
-    layers = {name: rank_experts(layer, hot) for name, layer in counts.items()}
+    layers = {
+        name: rank_experts(layer, hot if isinstance(hot, int) else hot[name])
+        for name, layer in counts.items()
+    }
     cold = sum(layer.expected_cold_share for layer in layers.values()) / len(layers)
     return ExpertMap(
         format=FORMAT,
@@ -405,4 +410,5 @@ def expert_map_from_counts(
         layers=layers,
         profiles=tuple(profiles),
         expected_cold_share=min(cold, 1.0),
+        budget=budget,
     )

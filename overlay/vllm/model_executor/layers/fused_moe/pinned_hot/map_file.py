@@ -19,13 +19,15 @@ JSON, written by a planner or by hand, read at start-up by `pinned_hot`:
       },
       "draft_layers": {},            the same for a speculative draft model
       "profiles": [{"label": "code", "sha256": "…", "tokens": 4096}],
-      "expected_cold_share": 0.021
+      "expected_cold_share": 0.021,
+      "budget": {"asked": "--hot-gib 20", "cut": "optimal", "phase": "both",
+                 "hot_rows": 96, "hot_bytes": 21474836480}
     }
 
 A layer is named as vLLM names it. `layers` covers every MoE layer of the model;
 `draft_layers` is left out or covers every MoE layer of the draft model, which may
 have another number of experts. A ranking is complete, so the cut can move without
-a new map.
+a new map. `budget` is optional and not read when a model is served.
 """
 
 import json
@@ -183,6 +185,21 @@ class Profile(Strict):
     tokens: int = Field(ge=0)
 
 
+class Budget(Strict):
+    """What a map's cuts were chosen for; for people and for planning again."""
+
+    asked: str
+    """The option that said it, such as `--hot-gib 20`."""
+    cut: Literal["uniform", "optimal"]
+    """The same rows in every layer, or the best rows of all layers."""
+    phase: Literal["both", "prefill", "decode"]
+    """Which selections were ranked."""
+    hot_rows: int = Field(ge=0)
+    """Hot rows of all layers together."""
+    hot_bytes: int | None = Field(default=None, ge=0)
+    """HBM of one GPU that their pages take; null if the size of a row is unknown."""
+
+
 class ExpertMap(Strict):
     """A whole map file; see the module's docstring for the format."""
 
@@ -193,6 +210,7 @@ class ExpertMap(Strict):
     draft_layers: dict[str, LayerMap] = {}
     profiles: tuple[Profile, ...] = Field(strict=False)
     expected_cold_share: float = Field(ge=0, le=1)
+    budget: Budget | None = None
 
     @model_validator(mode="after")
     def _layers_match_fingerprint(self) -> "ExpertMap":
@@ -212,7 +230,8 @@ class ExpertMap(Strict):
 
     def to_json(self) -> str:
         """Text of the map file, with a final newline."""
-        return json.dumps(self.model_dump(mode="json"), indent=1) + "\n"
+        unset = {"budget"} if self.budget is None else set()
+        return json.dumps(self.model_dump(mode="json", exclude=unset), indent=1) + "\n"
 
     def check_model(self, model: Fingerprint, path: str | Path) -> None:
         """Refuse a map that was made for another model.
@@ -345,7 +364,7 @@ def load_expert_map(path: str | Path) -> ExpertMap:
     return parse_expert_map(text, path)
 
 
-def rank_experts(counts: Sequence[int], hot: int) -> LayerMap:
+def rank_experts(counts: Sequence[float], hot: int) -> LayerMap:
     """Rank a layer's experts by their selection counts.
 
     Args:
@@ -363,21 +382,26 @@ def rank_experts(counts: Sequence[int], hot: int) -> LayerMap:
 
 
 def expert_map_from_counts(
-    counts: Mapping[str, Sequence[int]],
-    hot: int,
+    counts: Mapping[str, Sequence[float]],
+    hot: int | Mapping[str, int],
     fingerprint: Fingerprint,
     profiles: Sequence[Profile],
+    budget: Budget | None = None,
 ) -> ExpertMap:
-    """Make a map with the same cut in every layer.
+    """Make a map from selection counts and cuts.
 
     Args:
         counts: Selections per logical expert, `(E,)`, by layer name.
-        hot: Rows to keep hot in each layer, 0 … E.
+        hot: Rows to keep hot, 0 … E: in every layer, or by layer name.
         fingerprint: The model the counts were recorded on.
         profiles: Where the counts came from.
+        budget: What the cuts were chosen for.
 
     """
-    layers = {name: rank_experts(layer, hot) for name, layer in counts.items()}
+    layers = {
+        name: rank_experts(layer, hot if isinstance(hot, int) else hot[name])
+        for name, layer in counts.items()
+    }
     cold = sum(layer.expected_cold_share for layer in layers.values()) / len(layers)
     return ExpertMap(
         format=FORMAT,
@@ -386,4 +410,5 @@ def expert_map_from_counts(
         layers=layers,
         profiles=tuple(profiles),
         expected_cold_share=min(cold, 1.0),
+        budget=budget,
     )

@@ -107,8 +107,8 @@ def test_counts_are_stocks(generate, trees, tmp_path, prompts):
     assert len(list(graphs.iterdir())) == 1
 
 
-def test_preempted_requests_are_counted_as_they_run(generate, trees, tmp_path):
-    """C10, with pinned_hot: recomputed tokens select experts again, so they count."""
+def test_preempted_and_drafted_tokens_are_counted(generate, trees, tmp_path):
+    """C10, with pinned_hot: recomputed and drafted tokens select experts, so count."""
     path = tmp_path / "profile"
     ours = generate(
         trees(),
@@ -119,6 +119,12 @@ def test_preempted_requests_are_counted_as_they_run(generate, trees, tmp_path):
         block_size=32,
         max_model_len=128,
         ask=[{"prompt_token_ids": [9 + i] * 60} for i in range(8)],
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": 2,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        },
         expert_profile_out=str(path),
         enable_prefix_caching=False,
         **pinned(tmp_path, make_map(random_counts(), 16)),

@@ -57,7 +57,7 @@ def zeros(num_experts, device):
 
 # C4, C9
 @pytest.mark.parametrize("num_experts", [128, 255, 256, 257, 384, 512])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint32])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64, torch.uint32])
 @pytest.mark.parametrize("num_rows,top_k", [(1, 1), (2, 6), (43, 8), (4096, 8)])
 def test_kernel_equals_reference(num_experts, dtype, num_rows, top_k):
     ids, phases = draw(num_rows, top_k, num_experts, dtype)

@@ -33,6 +33,9 @@ from vllm.model_executor.layers.fused_moe.expert_profile.count_routes import (
     count_routes,
 )
 from vllm.model_executor.layers.fused_moe.expert_profile.recorder import RouteCounter
+from vllm.model_executor.layers.fused_moe.modular_kernel import (
+    FusedMoEExpertsMonolithic,
+)
 from vllm.platforms import current_platform
 
 pytestmark = pytest.mark.skipif(
@@ -248,12 +251,47 @@ def test_model_without_vllms_moe_layers_is_refused(model):
         bind_route_recorder(torch.nn.ModuleList(), config, config.model_config)
 
 
-# C2: what selects experts inside its kernel would be counted as zeros.
-def test_monolithic_kernel_is_refused(model, monkeypatch):
+class SilentKernel(FusedMoEExpertsMonolithic):
+    """Selects experts by itself and does not tell them."""
+
+
+class TellingKernel(FusedMoEExpertsMonolithic):
+    def supports_routing_replay_capture(self):
+        return True
+
+
+def make_monolithic(monkeypatch, layers, kernel):
+    monkeypatch.setattr(type(layers[0]), "is_monolithic", True)
+    for layer in layers:
+        monkeypatch.setattr(layer.routed_experts.quant_method, "experts_cls", kernel)
+
+
+# C2: what a kernel keeps to itself would be counted as zeros.
+def test_kernel_that_does_not_tell_is_refused(model, monkeypatch):
     layers, config = model
-    monkeypatch.setattr(type(layers[1]), "is_monolithic", True)
-    with pytest.raises(ValueError, match=f"{LAYER_NAMES[0]} selects experts inside"):
+    make_monolithic(monkeypatch, layers, SilentKernel)
+    named = f"{LAYER_NAMES[0]} selects experts inside SilentKernel"
+    with pytest.raises(ValueError, match=named):
         bind_route_recorder(layers, config, config.model_config)
+
+
+def test_kernel_that_tells_is_counted(model, monkeypatch):
+    """The plumbing only; the kernels that tell need a Blackwell GPU."""
+    layers, config = model
+    make_monolithic(monkeypatch, layers, TellingKernel)
+    bind_route_recorder(layers, config, config.model_config)
+    begin_routes(layers, *requests((3, 0, 2)))
+    with set_forward_context(None, config, num_tokens=5):
+        for layer in layers:
+            sink = layer.routed_experts.routing_sink
+            told = sink.buffer[:5]
+            told[:] = torch.tensor([[0, 1], [1, 2], [7, 0], [-1, -1], [3, 3]])
+            sink.capture_fn(told)
+    end_routes(layers)
+    recorded = route_recorder(layers).read()
+    assert recorded.tokens == (2, 1)
+    expected = [[1, 2, 1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 1]]
+    assert recorded.counts.tolist() == [expected, expected]
 
 
 def test_layers_of_another_size_are_refused(model):

@@ -120,6 +120,10 @@ class RouteRecorder:
     """
 
     def __init__(self, model: nn.Module, vllm_config: VllmConfig):
+        from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+            RoutedExpertsSink,
+        )
+
         layers = _moe_layers(model, vllm_config)
         model_config = vllm_config.model_config
         device = vllm_config.device_config.device
@@ -143,7 +147,13 @@ class RouteRecorder:
         dp_rank = vllm_config.parallel_config.data_parallel_rank
         for (name, layer), counts in zip(layers.items(), self._counts, strict=True):
             layer.route_counter = RouteCounter(name, self._phases, counts, dp_rank)
-            layer.router.set_capture_fn(layer.route_counter.capture)
+            if layer.is_monolithic:
+                # Its kernel writes the ids it selected for us to read.
+                layer.routed_experts.routing_sink = RoutedExpertsSink(
+                    layer.moe_config, layer.route_counter.capture
+                )
+            else:
+                layer.router.set_capture_fn(layer.route_counter.capture)
         logger.info("Counting the routes of %d MoE layers", len(layers))
 
     def begin(
@@ -209,20 +219,29 @@ def _moe_layers(model: nn.Module, vllm_config: VllmConfig) -> "dict[str, MoERunn
 
 
 def _why_not_layer(layer: "MoERunner", vllm_config: VllmConfig) -> str | None:
+    from vllm.model_executor.layers.fused_moe.modular_kernel import (
+        FusedMoEExpertsMonolithic,
+    )
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
     from vllm.model_executor.layers.fused_moe.router.zero_expert_router import (
         ZeroExpertRouter,
     )
 
     model_config = vllm_config.model_config
-    if layer.is_monolithic:
-        return (
-            "selects experts inside its kernel. Choose another --moe-backend to "
-            "record with; the profile does not depend on it."
-        )
     router = layer.router
-    if not isinstance(router, BaseRouter) or isinstance(router, ZeroExpertRouter):
+    if isinstance(router, ZeroExpertRouter) or not (
+        layer.is_monolithic or isinstance(router, BaseRouter)
+    ):
         return f"has a router that cannot be read, {type(router).__name__}."
+    if layer.is_monolithic:
+        kernel = layer.routed_experts.quant_method.experts_cls
+        hook = FusedMoEExpertsMonolithic.supports_routing_replay_capture
+        if kernel.supports_routing_replay_capture is hook:
+            return (
+                f"selects experts inside {kernel.__name__}, which does not tell them. "
+                "Choose another --moe-backend to record with; the profile does not "
+                "depend on it."
+            )
     found = layer.moe_config.num_logical_experts, router.top_k
     want = model_config.get_num_experts(), model_config.get_num_experts_per_tok()
     if found != want:

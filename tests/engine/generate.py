@@ -92,6 +92,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "vllm": sys.modules["vllm"].__file__,
         "dtype": str(config.model_config.dtype),
+        "v2_runner": config.use_v2_model_runner,
     }
     sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"])
     one = SamplingParams(temperature=0, max_tokens=1)

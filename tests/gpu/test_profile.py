@@ -75,7 +75,9 @@ def run(folder: Path, mode: str, v2: bool) -> tuple[Any, Any]:
         env=os.environ | {"VLLM_USE_V2_MODEL_RUNNER": str(int(v2))},
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
-    return json.loads(result.read_text()), load_file(path)
+    found = json.loads(result.read_text())
+    assert found["v2_runner"] == v2
+    return found, load_file(path)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["v1_runner", "v2_runner"])

@@ -448,8 +448,11 @@ def add_to_profile(profile: ExpertProfile, path: str | Path) -> None:
         write_profile(profile, path)
 
 
-def check_writable(path: str | Path) -> None:
+def check_writable(path: str | Path) -> ExpertProfile | None:
     """Find out whether counts can be added to a file, and change nothing but a lock.
+
+    Returns:
+        The profile that is there, None if there is none.
 
     Raises:
         ExpertProfileError: The directory cannot be written to, the path is no file, or
@@ -462,8 +465,7 @@ def check_writable(path: str | Path) -> None:
             raise ExpertProfileError(
                 path, "file", "it is no regular file", "Give the path of a file."
             )
-        if path.exists():
-            read_profile(path)
+        return read_profile(path) if path.exists() else None
 
 
 @contextmanager

@@ -35,10 +35,12 @@ from vllm.model_executor.layers.fused_moe.pinned_hot.device_backing import (
     device_backing,
 )
 from vllm.model_executor.layers.fused_moe.pinned_hot.file_backing import file_backing
+from vllm.model_executor.layers.fused_moe.pinned_hot.fingerprint import (
+    model_fingerprint,
+)
 from vllm.model_executor.layers.fused_moe.pinned_hot.map_file import (
     ExpertMap,
     ExpertMapError,
-    Fingerprint,
     LayerMap,
     load_expert_map,
 )
@@ -77,28 +79,6 @@ def _backing(config: ExpertProviderConfig) -> RangeBacking:
     if current_platform.is_cpu():
         return file_backing(config.expert_cold_dir)
     return device_backing(torch.accelerator.current_device_index())
-
-
-def model_fingerprint(model_config: ModelConfig, num_moe_layers: int) -> Fingerprint:
-    """Describe a model as an expert map does.
-
-    Args:
-        model_config: The target model.
-        num_moe_layers: Its MoE layers.
-
-    """
-    text_config = model_config.hf_text_config
-    intermediate = getattr(text_config, "moe_intermediate_size", None)
-    return Fingerprint(
-        architecture=model_config.architectures[0],
-        num_experts=model_config.get_num_experts(),
-        top_k=model_config.get_num_experts_per_tok(),
-        hidden_size=model_config.get_hidden_size(),
-        moe_intermediate_size=intermediate
-        or getattr(text_config, "intermediate_size", None),
-        num_moe_layers=num_moe_layers,
-        quantization=model_config.quantization,
-    )
 
 
 def _loads_draft_model(vllm_config: VllmConfig) -> bool:

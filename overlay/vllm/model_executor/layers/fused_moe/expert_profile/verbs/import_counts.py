@@ -156,7 +156,7 @@ def _layout(args: argparse.Namespace) -> tuple[Fingerprint, Layout]:
 def _layout_of_model(args: argparse.Namespace) -> tuple[Fingerprint, tuple[str, ...]]:
     # These read a model's config, which nothing else here needs.
     from vllm.config import ModelConfig
-    from vllm.model_executor.layers.fused_moe.pinned_hot.provider import (
+    from vllm.model_executor.layers.fused_moe.pinned_hot.fingerprint import (
         model_fingerprint,
     )
 

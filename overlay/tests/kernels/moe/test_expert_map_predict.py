@@ -80,6 +80,9 @@ def test_count_distribution_equals_enumeration():
         each = np.where(happens, chances, 1 - chances)
         expected[:, sum(happens)] += each.prod(axis=1)
     np.testing.assert_allclose(count_distribution(chances), expected)
+    sparse = np.insert(chances, [0, 3, 3], 0, axis=1)
+    np.testing.assert_allclose(count_distribution(sparse), expected)
+    assert count_distribution(np.zeros((2, 3))).tolist() == [[1], [1]]
 
 
 @pytest.mark.parametrize("hot,cold", ((356, 75), (356, 263), (70, 263), (683, 40)))

@@ -73,52 +73,42 @@ def test_totals_are_exact(generate, trees, tmp_path):
     assert_exact(path, fed["prompt"] - fed["cached"], fed["later"])
 
 
-def recorded(path: Path) -> list[list[int]]:
-    counts = read(path)[1]
-    return (counts["counts_prefill"] + counts["counts_decode"]).tolist()
-
-
-def test_counts_are_stocks(generate, trees, tmp_path):
-    """Per expert what stock's routers gave out: eager, compiled, cached, two ranks.
+def test_counts_are_stocks(generate, trees, tmp_path, prompts):
+    """Per expert what stock's routers gave out: compiled, cached, two ranks.
 
     C11: two tensor-parallel ranks give what one gives, per phase too.
     """
-    options = {"enable_prefix_caching": False}
+    options = {"enable_prefix_caching": False, "ask": prompts[::4]}
     stock = generate(None, "count", "generate", **options)
     expected = [stock["counts"][name] for name in LAYERS]
-    eager = tmp_path / "eager"
-    ours = generate(trees(), "generate", expert_profile_out=str(eager), **options)
-    assert ours["tokens"] == stock["tokens"]
-    assert recorded(eager) == expected
     compiled = {"enforce_eager": False, "env": {"VLLM_CACHE_ROOT": str(tmp_path)}}
-    for run in ("compiled", "from_cache"):
-        path = tmp_path / run
-        ours = generate(
-            trees(), "generate", expert_profile_out=str(path), **options, **compiled
-        )
+    two_ranks = {
+        "tensor_parallel_size": 2,
+        "env": {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "0|0",
+        },
+    }
+    runs = {"compiled": compiled, "from_cache": compiled, "two_ranks": two_ranks}
+    found = {}
+    for name, changes in runs.items():
+        path = tmp_path / name
+        made = options | changes
+        ours = generate(trees(), "generate", expert_profile_out=str(path), **made)
         assert ours["tokens"] == stock["tokens"]
-        assert recorded(path) == expected
+        found[name] = assert_exact(
+            path, ours["fed"][0]["prompt"], ours["fed"][0]["later"]
+        )
+        both = found[name]["counts_prefill"] + found[name]["counts_decode"]
+        assert both.tolist() == expected
+        for phase, counts in found[name].items():
+            assert counts.tolist() == found["compiled"][phase].tolist()
     graphs = tmp_path / "torch_compile_cache" / "torch_aot_compile"
     assert len(list(graphs.iterdir())) == 1
-    two = tmp_path / "two"
-    ranks = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "0|0",
-    }
-    generate(
-        trees(),
-        "generate",
-        expert_profile_out=str(two),
-        tensor_parallel_size=2,
-        env=ranks,
-        **options,
-    )
-    for name, counts in read(eager)[1].items():
-        assert (read(two)[1][name] == counts).all()
 
 
-def test_preempted_requests_are_counted_as_they_run(generate, trees, tmp_path):
-    """C10, with pinned_hot: recomputed tokens select experts again, so they count."""
+def test_preempted_and_drafted_tokens_are_counted(generate, trees, tmp_path):
+    """C10, with pinned_hot: recomputed and drafted tokens select experts, so count."""
     path = tmp_path / "profile"
     ours = generate(
         trees(),
@@ -129,6 +119,12 @@ def test_preempted_requests_are_counted_as_they_run(generate, trees, tmp_path):
         block_size=32,
         max_model_len=128,
         ask=[{"prompt_token_ids": [9 + i] * 60} for i in range(8)],
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": 2,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        },
         expert_profile_out=str(path),
         enable_prefix_caching=False,
         **pinned(tmp_path, make_map(random_counts(), 16)),

@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The expert profile flags: values, and what is refused before weights load."""
 
+from types import SimpleNamespace
+
 import pytest
 from tests.kernels.moe.expert_provider_utils import engine_config, write_model
 from tests.kernels.moe.test_expert_profile_file import make_profile
@@ -90,6 +92,13 @@ def test_engine_that_cannot_be_counted(tmp_path, named):
     admit_engine(str(tmp_path / "a"), config)
     REFUSED[named](config)
     with pytest.raises(ValueError, match=f"--expert-profile-out: .*{named}"):
+        admit_engine(str(tmp_path / "a"), config)
+
+
+def test_adaptive_verification_is_refused(tmp_path):
+    config = engine_config(write_model(tmp_path / "model"))
+    config.speculative_config = SimpleNamespace(enable_adaptive_verification=True)
+    with pytest.raises(ValueError, match="--speculative-config"):
         admit_engine(str(tmp_path / "a"), config)
 
 

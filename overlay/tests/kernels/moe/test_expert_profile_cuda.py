@@ -143,7 +143,7 @@ def test_steps_that_run_ahead_and_wait_for_nothing(model, as_graph):
     layers, config = model
     num_rows, steps = 48, 20
     x = torch.randn((num_rows, HIDDEN), dtype=torch.bfloat16)
-    logits = torch.randn((num_rows, NUM_EXPERTS), dtype=torch.bfloat16)
+    logits = torch.randn((num_rows, NUM_EXPERTS), dtype=torch.float32)
     selected = route(layers, config, x, logits)[0]  # and the kernels are compiled
     begin_routes(layers, *requests((num_rows, 0, num_rows)))
     end_routes(layers)
@@ -185,7 +185,7 @@ def test_logical_ids_are_counted_under_eplb(model):
     num_physical = NUM_EXPERTS + 2
     order = torch.arange(NUM_EXPERTS).flip(0) + 2  # logical e lies at E + 1 - e
     x = torch.randn((9, HIDDEN), dtype=torch.bfloat16)
-    logits = torch.randn((9, NUM_EXPERTS), dtype=torch.bfloat16)
+    logits = torch.randn((9, NUM_EXPERTS), dtype=torch.float32)
     logical = route(layers, config, x, logits)[0]
     for layer in layers:
         layer.router.eplb_state = EplbLayerState(

@@ -16,7 +16,10 @@ _BLOCK = 256
 
 if current_platform.is_cuda_alike():
     # Nothing of a batch is specialized on: no step after warm-up may compile.
-    @triton.jit(do_not_specialize=["numel", "num_rows", "row_stride"])
+    @triton.jit(
+        do_not_specialize=["numel", "num_rows", "row_stride"],
+        do_not_specialize_on_alignment=["ids_ptr"],
+    )
     def _count_routes_kernel(
         ids_ptr,
         phases_ptr,

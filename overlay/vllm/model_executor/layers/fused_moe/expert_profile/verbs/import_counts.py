@@ -3,7 +3,7 @@
 """`vllm expert-map import`: make a profile from what other tools recorded."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -211,7 +211,13 @@ def _add(parts: list[Imported]) -> Imported:
     )
 
 
-def _profile(args, files, fingerprint, layout, found: Imported) -> ExpertProfile:
+def _profile(
+    args: argparse.Namespace,
+    files: Sequence[Path],
+    fingerprint: Fingerprint,
+    layout: Layout,
+    found: Imported,
+) -> ExpertProfile:
     tokens = {}
     for name in ("prefill", "decode"):
         # The profile's check compares every layer with it.
@@ -236,7 +242,9 @@ def _profile(args, files, fingerprint, layout, found: Imported) -> ExpertProfile
     )
 
 
-def _answer(args, profile: ExpertProfile, found: Imported) -> Answer:
+def _answer(
+    args: argparse.Namespace, profile: ExpertProfile, found: Imported
+) -> Answer:
     requests = None if found.requests is None else len(found.requests)
     data = {
         "profile": args.out,

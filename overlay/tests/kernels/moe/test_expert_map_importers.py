@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+
 from tests.kernels.moe.expert_profile_utils import (
     count_routes,
     draw_routes,
     layer_names,
 )
-
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,

@@ -6,8 +6,8 @@ import itertools
 
 import numpy as np
 import pytest
-from tests.kernels.moe.expert_profile_utils import make_profile
 
+from tests.kernels.moe.expert_profile_utils import make_profile
 from vllm.model_executor.layers.fused_moe.expert_profile.advise import (
     Conditions,
     Outcome,

@@ -97,6 +97,30 @@ def hardware_of(receipt: dict[str, Any]) -> Any:
     return measured[name]
 
 
+def fingerprint_of(receipt: dict[str, Any]) -> Any:
+    """The model of a receipt."""
+    config = receipt["config"]
+    return import_module(f"{PACKAGE}.pinned_hot.map_file").Fingerprint(
+        architecture=config["architectures"][0],
+        num_experts=config["num_experts"],
+        top_k=config["num_experts_per_tok"],
+        hidden_size=config["hidden_size"],
+        moe_intermediate_size=config["moe_intermediate_size"],
+        num_moe_layers=receipt["layers"],
+        quantization=receipt["engine"]["quantization"],
+    )
+
+
+def wrong_experts(served: dict[str, int], share: float, hot: int, cold: int) -> int:
+    """How many experts that the traffic uses a foreign map keeps cold.
+
+    Every used expert has (1 - share) / hot of the selections and every other one
+    share / cold, so the cold selections that were served tell.
+    """
+    found = served["cold"] / sum(served.values())
+    return round((found - share) / ((1 - share) / hot - share / cold))
+
+
 def host_bytes_of(
     receipt: dict[str, Any], arm: str, row: Any, cold: list[int], hot: int
 ) -> np.ndarray:
@@ -129,9 +153,7 @@ def compare(name: str, receipt: dict[str, Any]) -> list[Row]:
     arms = bench()
     shape, config = arms.SHAPES[receipt["shape"]], receipt["config"]
     experts, hot = config["num_experts"], shape["hot"]
-    weights = config["hidden_size"] * config["moe_intermediate_size"]
-    size = weights * shape["bits"] // 8
-    row = row_bytes.ExpertRow(2 * size, size, "the receipt's shape")
+    row = row_bytes.expert_row(fingerprint_of(receipt))
     traffic_cold = arms.scattered(experts - hot, experts, 5)
     used = [e for e in range(experts) if e not in set(traffic_cold)]
     share = receipt["cold_share_of_traffic"]
@@ -146,7 +168,7 @@ def compare(name: str, receipt: dict[str, Any]) -> list[Row]:
             cold = traffic_cold
             if arm == "foreign":
                 served = receipt["arms"][arm][0]["served"][streams]
-                wrong = round(served["cold"] / sum(served.values()) * hot)
+                wrong = wrong_experts(served, share, hot, experts - hot)
                 foreign = used[:: max(hot // wrong, 1)][:wrong]
                 cold = sorted(traffic_cold[wrong:] + foreign)
             resident = step_ms(receipt["arms"]["resident"], streams)

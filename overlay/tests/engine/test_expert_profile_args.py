@@ -5,9 +5,9 @@
 from types import SimpleNamespace
 
 import pytest
+
 from tests.kernels.moe.expert_provider_utils import engine_config, write_model
 from tests.kernels.moe.test_expert_profile_file import make_profile
-
 from vllm.config.expert_profile import ExpertProfileConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.expert_profile.admission import admit_engine

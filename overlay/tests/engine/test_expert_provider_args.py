@@ -3,8 +3,8 @@
 """The expert provider flags: defaults, values, and flags without effect."""
 
 import pytest
-from tests.kernels.moe.expert_provider_utils import engine_config, write_model
 
+from tests.kernels.moe.expert_provider_utils import engine_config, write_model
 from vllm.config.expert_provider import ExpertProviderConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.expert_weight_provider import (

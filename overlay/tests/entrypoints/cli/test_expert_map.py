@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+
 from tests.kernels.moe.expert_profile_utils import (
     EXPERTS,
     LAYERS,
@@ -16,7 +17,6 @@ from tests.kernels.moe.expert_profile_utils import (
     draw_routes,
     make_profile,
 )
-
 from vllm.entrypoints.cli import main as cli
 from vllm.model_executor.layers.fused_moe.expert_profile.profile_file import (
     read_profile,

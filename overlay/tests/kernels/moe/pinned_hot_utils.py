@@ -7,6 +7,7 @@ import mmap
 from pathlib import Path
 
 import torch
+
 from tests.kernels.moe.expert_provider_utils import (
     HIDDEN,
     INTERMEDIATE,
@@ -15,7 +16,6 @@ from tests.kernels.moe.expert_provider_utils import (
     TOP_K,
     fill,
 )
-
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.pinned_hot.map_file import (
     ExpertMap,

@@ -5,9 +5,9 @@
 import json
 
 import pytest
+
 from tests.kernels.moe.expert_provider_utils import LAYER_NAMES, NUM_EXPERTS
 from tests.kernels.moe.pinned_hot_utils import COUNTS, FINGERPRINT, make_map
-
 from vllm.model_executor.layers.fused_moe.pinned_hot.map_file import (
     ExpertMapError,
     load_expert_map,

@@ -2,20 +2,28 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Importing counts: exact sums, and one clear error for every damaged recording."""
 
-import base64
-import io
 import json
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+
 from tests.kernels.moe.expert_profile_utils import (
     count_routes,
     draw_routes,
     layer_names,
 )
-
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    ChatMessage,
+)
+from vllm.entrypoints.openai.completion.protocol import (
+    CompletionResponse,
+    CompletionResponseChoice,
+)
+from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.model_executor.layers.fused_moe.expert_profile.errors import ExpertPlanError
 from vllm.model_executor.layers.fused_moe.expert_profile.importers import (
     Layout,
@@ -29,6 +37,7 @@ from vllm.model_executor.layers.fused_moe.expert_profile.importers import (
     read_csv,
     read_requests,
 )
+from vllm.utils.serial_utils import numpy2base64
 
 LAYERS, TOP_K = 3, 2
 
@@ -45,16 +54,12 @@ def requests(*arrays, **known):
     return [Request("r", array, known.get("prompt_rows")) for array in arrays]
 
 
-def encode(array):
-    stream = io.BytesIO()
-    np.save(stream, array)
-    return base64.b64encode(stream.getvalue()).decode()
-
-
 def response(array, prompt, completion, cached=None, choices=None):
     details = None if cached is None else {"cached_tokens": cached}
     return {
-        "choices": [{"routed_experts": encode(one)} for one in choices or [array]],
+        "choices": [
+            {"routed_experts": numpy2base64(one)} for one in choices or [array]
+        ],
         "usage": {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -88,14 +93,22 @@ def test_c9_dtypes_are_mixed():
 
 
 @pytest.mark.parametrize(
-    "experts,dtype,padding",
-    ((16, np.uint8, 255), (256, np.uint8, 255), (384, np.uint16, 65535),
-     (384, np.int32, -1), (16, np.int64, -1)),
-)  # fmt: skip
-def test_c4_padding_is_never_an_expert(experts, dtype, padding):
-    routes = routes_of(experts, dtype=np.int64)
-    padded = np.concatenate([routes, np.full((5, LAYERS, TOP_K), padding)])
-    found = count_requests(requests(padded.astype(dtype)), layout(experts), "prefill")
+    "experts,dtype",
+    (
+        (16, torch.uint8),
+        (256, torch.uint8),
+        (257, torch.uint16),
+        (384, torch.int32),
+        (16, torch.int64),
+    ),
+)
+def test_c4_padding_is_never_an_expert(experts, dtype):
+    """As the capture does: -1 in an int32 buffer, then the narrowest dtype."""
+    routes = routes_of(experts, dtype=np.int32)
+    buffer = torch.full((35, LAYERS, TOP_K), -1, dtype=torch.int32)
+    buffer[:30] = torch.tensor(routes)
+    padded = buffer.to(dtype).numpy()
+    found = count_requests(requests(padded), layout(experts), "prefill")
     assert (found.prefill == count_routes(routes, experts)).all()
     assert found.padding == 5
 
@@ -156,6 +169,34 @@ def test_c8_rows_of_a_response_are_divided_at_the_prompt(tmp_path):
     prompts = np.concatenate([one[:10], two])
     assert (found.prefill == count_routes(prompts, 16)).all()
     assert (found.decode == count_routes(one[10:], 16)).all()
+
+
+def test_response_of_the_api_server_is_read(tmp_path):
+    """Built from the server's own classes, for completions and for chat."""
+    routes = routes_of(tokens=30)
+    usage = UsageInfo(prompt_tokens=10, completion_tokens=21, total_tokens=31)
+    encoded = numpy2base64(routes)
+    completion = CompletionResponse(
+        model="m",
+        choices=[CompletionResponseChoice(index=0, text="", routed_experts=encoded)],
+        usage=usage,
+    )
+    chat = ChatCompletionResponse(
+        model="m",
+        choices=[
+            ChatCompletionResponseChoice(
+                index=0,
+                message=ChatMessage(role="assistant", content=""),
+                routed_experts=encoded,
+            )
+        ],
+        usage=usage,
+    )
+    path = tmp_path / "r.jsonl"
+    path.write_text(f"{completion.model_dump_json()}\n{chat.model_dump_json()}\n")
+    found = count_requests(read_requests(path), layout(), "decode")
+    assert (found.prefill == 2 * count_routes(routes[:10], 16)).all()
+    assert (found.decode == 2 * count_routes(routes[10:], 16)).all()
 
 
 def test_c7_cached_prompt_tokens_read_no_experts(tmp_path):

@@ -7,12 +7,12 @@ import time
 
 import numpy as np
 import pytest
+
 from tests.kernels.moe.expert_profile_utils import (
     make_fingerprint,
     make_profile,
     named,
 )
-
 from vllm.model_executor.layers.fused_moe.expert_profile.errors import ExpertPlanError
 from vllm.model_executor.layers.fused_moe.expert_profile.plan import (
     CutRequest,

@@ -6,11 +6,13 @@ import itertools
 
 import numpy as np
 import pytest
-from tests.kernels.moe.expert_profile_utils import make_profile
 
+from tests.kernels.moe.expert_profile_utils import make_profile
 from vllm.model_executor.layers.fused_moe.expert_profile.advise import (
     Conditions,
     Outcome,
+    advise,
+    assess,
     divide,
     is_it_time_for_a_new_map,
     is_it_worth_it,
@@ -80,6 +82,9 @@ def test_count_distribution_equals_enumeration():
         each = np.where(happens, chances, 1 - chances)
         expected[:, sum(happens)] += each.prod(axis=1)
     np.testing.assert_allclose(count_distribution(chances), expected)
+    sparse = np.insert(chances, [0, 3, 3], 0, axis=1)
+    np.testing.assert_allclose(count_distribution(sparse), expected)
+    assert count_distribution(np.zeros((2, 3))).tolist() == [[1], [1]]
 
 
 @pytest.mark.parametrize("hot,cold", ((356, 75), (356, 263), (70, 263), (683, 40)))
@@ -174,10 +179,10 @@ def conditions(**changes):
     return Conditions(**values | changes)
 
 
-def advice(seeds, hot, weights=None):
+def outcomes(seeds, hot):
     given = conditions()
     classes = [
-        divide(traffic(seed=seed), None, f"class{i}", (weights or [1.0] * 9)[i])
+        divide(traffic(seed=seed), None, f"class{i}", 1.0)
         for i, seed in enumerate(seeds)
     ]
     blend = sum(one.ranked * one.weight for one in classes)
@@ -191,16 +196,16 @@ def advice(seeds, hot, weights=None):
 
 
 def test_alike_classes_share_a_map_and_unlike_ones_do_not():
-    classes, own, blended = advice([1, 1], hot=32)
+    classes, own, blended = outcomes([1, 1], hot=32)
     assert one_map_or_several(classes, own, blended, 0.05).answer == "one"
-    classes, own, blended = advice([1, 2], hot=16)
+    classes, own, blended = outcomes([1, 2], hot=16)
     verdict = one_map_or_several(classes, own, blended, 0.05)
     assert verdict.answer == "several" and verdict.gain > 0.05
     assert "class0" in verdict.reason and "%" in verdict.reason
 
 
 def test_new_map_is_advised_when_the_traffic_moved():
-    classes, own, _ = advice([1], hot=24)
+    classes, own, _ = outcomes([1], hot=24)
     moved = outcome(
         classes[0], place(traffic(seed=5), [24, 24], ROW, PAGE), conditions()
     )
@@ -220,14 +225,14 @@ def test_mean_over_classes_is_of_time_and_not_of_speed():
 
 
 def test_b20_nothing_cold_is_not_worth_a_map():
-    classes, own, _ = advice([1], hot=64)
+    classes, own, _ = outcomes([1], hot=64)
     speed = {"class0": own["class0"].tokens_per_s}
     verdict = is_it_worth_it(classes, own, speed, speed, 0.0, 0.05)
     assert verdict.answer == "no" and "resident" in verdict.reason
 
 
 def test_map_is_worth_it_where_traffic_is_skewed():
-    classes, own, _ = advice([1], hot=32)
+    classes, own, _ = outcomes([1], hot=32)
     by_position = conditions().throughput(
         classes[0].served, positional_host_bytes(2, 64, ROW, 64 * ROW.num_bytes)
     )
@@ -251,3 +256,25 @@ def test_place_ranks_as_the_planner_does():
     assert placed.mask.sum(axis=1).tolist() == [10, 20]
     assert placed.mask[0][rank(counts)[0, :10]].all()
     assert (placed.outside.sum(axis=1)[placed.mask] == 0).all()
+
+
+def test_assessment_is_of_every_class_under_every_map():
+    given = conditions()
+    classes = [divide(traffic(seed=i), None, f"class{i}", 1.0) for i in (1, 2)]
+    cuts = np.array([16, 20])
+    old = {"old": place(classes[0].ranked, cuts, ROW, PAGE)}
+    found = assess(classes, cuts, old, given)
+    assert found.current["class1"]["old"] == found.own["class1"]
+    assert found.foreign["class2"]["class1"] == found.current["class2"]["old"]
+    assert found.common["class1"][0] == 1 and found.common["class2"][0] < 1
+    assert found.cold_rows == pytest.approx(1 - 36 / 128)
+    for one in classes:
+        label = one.label
+        own, blend = found.own[label], found.blend[label]
+        assert found.positional[label] < own.tokens_per_s < found.resident[label]
+        assert own.cold_share < blend.cold_share
+    verdicts = advise(found, 0.05)
+    assert verdicts["maps"].answer == "several"
+    # One map serves both now, so it is held against one new map for both.
+    assert verdicts["new_map"].answer == "renew"
+    assert "new_map" not in advise(assess(classes, cuts, {}, given), 0.05)

@@ -4,8 +4,8 @@
 
 import numpy as np
 import pytest
-from tests.kernels.moe.expert_profile_utils import layer_names, make_profile
 
+from tests.kernels.moe.expert_profile_utils import layer_names, make_profile
 from vllm.model_executor.layers.fused_moe.expert_profile.plan import make_map
 from vllm.model_executor.layers.fused_moe.expert_profile.score import (
     bootstrap,

@@ -5,6 +5,7 @@
 import numpy as np
 import pytest
 import torch
+
 from tests.kernels.moe.expert_provider_utils import (
     HIDDEN,
     LAYER_NAMES,
@@ -14,7 +15,6 @@ from tests.kernels.moe.expert_provider_utils import (
     single_rank,
     write_model,
 )
-
 from vllm.distributed.eplb.eplb_state import EplbLayerState
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.expert_routes import (

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+
 from tests.kernels.moe.expert_provider_utils import (
     HIDDEN,
     LAYER_NAMES,
@@ -16,7 +17,6 @@ from tests.kernels.moe.expert_provider_utils import (
     single_rank,
     write_model,
 )
-
 from vllm.forward_context import (
     DPMetadata,
     get_forward_context,

@@ -3,6 +3,7 @@
 """The provider seam: registry, the default provider, and where it is called."""
 
 import pytest
+
 from tests.kernels.moe.expert_provider_utils import (
     LAYER_NAMES,
     build_layer,
@@ -10,7 +11,6 @@ from tests.kernels.moe.expert_provider_utils import (
     single_rank,
     write_model,
 )
-
 from vllm.config.expert_provider import ExpertProviderConfig
 from vllm.model_executor.layers.fused_moe.expert_weight_provider import (
     ExpertResidency,

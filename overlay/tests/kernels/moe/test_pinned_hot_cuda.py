@@ -7,6 +7,7 @@ import gc
 import numpy as np
 import pytest
 import torch
+
 from tests.kernels.moe.expert_provider_utils import (
     LAYER_NAMES,
     build_layer,
@@ -17,7 +18,6 @@ from tests.kernels.moe.expert_provider_utils import (
     write_model,
 )
 from tests.kernels.moe.pinned_hot_utils import load_weights
-
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.pinned_hot import provider as provider_module
 from vllm.model_executor.layers.fused_moe.pinned_hot import tensors as tensors_module

@@ -15,8 +15,8 @@ import textwrap
 import numpy as np
 import pytest
 import torch
-from tests.kernels.moe.pinned_hot_utils import pages_in_memory
 
+from tests.kernels.moe.pinned_hot_utils import pages_in_memory
 from vllm.model_executor.layers.fused_moe.pinned_hot.backing import PlannedBytes
 from vllm.model_executor.layers.fused_moe.pinned_hot.file_backing import (
     FileBacking,

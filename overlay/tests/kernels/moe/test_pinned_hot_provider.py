@@ -7,6 +7,7 @@ import gc
 
 import pytest
 import torch
+
 from tests.kernels.moe.expert_provider_utils import (
     LAYER_NAMES,
     NUM_EXPERTS,
@@ -23,7 +24,6 @@ from tests.kernels.moe.pinned_hot_utils import (
     pages_in_memory,
     write_map,
 )
-
 from vllm.model_executor.layers.fused_moe.expert_weight_provider import (
     ResidentProvider,
 )

@@ -4,6 +4,7 @@
 
 import pytest
 import torch
+
 from tests.kernels.moe.expert_provider_utils import (
     LAYER_NAMES,
     build_layer,
@@ -12,7 +13,6 @@ from tests.kernels.moe.expert_provider_utils import (
     single_rank,
     write_model,
 )
-
 from vllm.config.expert_provider import ExpertProviderConfig
 from vllm.model_executor.layers.fused_moe.expert_weight_provider import (
     ExpertResidency,

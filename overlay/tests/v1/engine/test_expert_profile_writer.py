@@ -6,6 +6,7 @@ import logging
 
 import numpy as np
 import pytest
+
 from tests.kernels.moe.expert_provider_utils import (
     LAYER_NAMES,
     NUM_EXPERTS,
@@ -13,7 +14,6 @@ from tests.kernels.moe.expert_provider_utils import (
     engine_config,
     write_model,
 )
-
 from vllm.model_executor.layers.fused_moe.expert_profile.profile_file import (
     ExpertProfileError,
     read_profile,

@@ -7,7 +7,7 @@ census of concurrency: a list of (streams, share of the time).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,15 +15,18 @@ import numpy.typing as npt
 from vllm.model_executor.layers.fused_moe.expert_profile.predict import (
     Hardware,
     Step,
+    positional_host_bytes,
     predict,
 )
 from vllm.model_executor.layers.fused_moe.expert_profile.row_bytes import (
     ExpertRow,
     host_bytes,
+    hot_page_bytes,
 )
 from vllm.model_executor.layers.fused_moe.expert_profile.score import (
     cold_share,
     hot_mask,
+    overlap,
     rank,
 )
 
@@ -221,7 +224,7 @@ def is_it_worth_it(
             0.0,
         )
     facts = (
-        f"A map leaves {cold:.1%} of the selections cold with {cold_rows:.0%} of the "
+        f"Maps leave {cold:.1%} of the selections cold with {cold_rows:.0%} of the "
         f"rows on the host; {with_map:.0f} tok/s against {by_position:.0f} offloaded "
         f"by position and {_mean_speed(classes, resident):.0f} if all fitted into HBM."
     )
@@ -292,3 +295,148 @@ def is_it_time_for_a_new_map(
             "keep", f"Keep the map: a new one gives {gain:+.1%} ({facts}).", gain
         )
     return Verdict("renew", f"Make a new map: {gain:+.0%} ({facts}).", gain)
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """What every class of traffic gets from every map.
+
+    Attributes:
+        classes: The traffic.
+        own: From a map of the class's own.
+        foreign: From the maps of the other classes, by their labels.
+        blend: From one map for all classes.
+        current: From the maps that are there, by their names.
+        common: Share of the hot rows of the class's best current map that its own map
+            has, and that the blend has; by class.
+        resident: Tokens per second with every row in HBM.
+        positional: The same with as many bytes offloaded by position.
+        cold_rows: Share of the rows that are cold.
+
+    """
+
+    classes: Sequence[Traffic]
+    own: Mapping[str, Outcome]
+    foreign: Mapping[str, Mapping[str, Outcome]]
+    blend: Mapping[str, Outcome]
+    current: Mapping[str, Mapping[str, Outcome]]
+    common: Mapping[str, tuple[float, float]]
+    resident: Mapping[str, float]
+    positional: Mapping[str, float]
+    cold_rows: float
+
+    def best_current(self, label: str) -> str:
+        """The map that is there and serves a class best."""
+        there = self.current[label]
+        return max(there, key=lambda name: there[name].tokens_per_s)
+
+
+def blended(classes: Sequence[Traffic]) -> npt.NDArray[np.float64]:
+    """Counts of all classes, each with its weight, to rank by."""
+    return sum(one.ranked / one.ranked.sum() * one.weight for one in classes)
+
+
+def assess(
+    classes: Sequence[Traffic],
+    cuts: npt.ArrayLike,
+    current: Mapping[str, Placement],
+    conditions: Conditions,
+) -> Assessment:
+    """Place and judge.
+
+    Args:
+        classes: The traffic.
+        cuts: `(num_layers,)` hot rows of the maps that are made.
+        current: Placements of the maps that are there, by their names.
+        conditions: What they are judged under.
+
+    """
+    row, page_bytes = conditions.row, conditions.page_bytes
+    shape = np.shape(classes[0].ranked)
+    for_all = place(blended(classes), cuts, row, page_bytes)
+    own = {one.label: place(one.ranked, cuts, row, page_bytes) for one in classes}
+    hot_bytes = sum(
+        hot_page_bytes(row, shape[1], np.flatnonzero(mask), page_bytes)
+        for mask in for_all.mask
+    )
+    cold_bytes = max(shape[0] * shape[1] * row.num_bytes - hot_bytes, 0)
+    by_position = positional_host_bytes(*shape, row, cold_bytes)
+    nowhere = np.zeros_like(by_position)
+    there = {
+        one.label: {
+            name: outcome(one, placed, conditions) for name, placed in current.items()
+        }
+        for one in classes
+    }
+    found = Assessment(
+        classes=classes,
+        own={one.label: outcome(one, own[one.label], conditions) for one in classes},
+        foreign={
+            one.label: {
+                label: outcome(one, placed, conditions)
+                for label, placed in own.items()
+                if label != one.label
+            }
+            for one in classes
+        },
+        blend={one.label: outcome(one, for_all, conditions) for one in classes},
+        current=there,
+        common={},
+        resident={
+            one.label: conditions.throughput(one.served, nowhere) for one in classes
+        },
+        positional={
+            one.label: conditions.throughput(one.served, by_position) for one in classes
+        },
+        cold_rows=1 - float(np.sum(cuts)) / (shape[0] * shape[1]),
+    )
+    if not current:
+        return found
+    common = {}
+    for one in classes:
+        mask = current[found.best_current(one.label)].mask
+        common[one.label] = (
+            float(overlap(mask, own[one.label].mask).mean()),
+            float(overlap(mask, for_all.mask).mean()),
+        )
+    return replace(found, common=common)
+
+
+def advise(found: Assessment, threshold: float) -> dict[str, Verdict]:
+    """Answer every question.
+
+    Args:
+        found: What every class gets.
+        threshold: Gains of throughput below it are not worth acting on.
+
+    Returns:
+        `worth_it` and `maps`, and `new_map` if there are maps.
+
+    """
+    classes = found.classes
+    maps = one_map_or_several(classes, found.own, found.blend, threshold)
+    several = maps.answer == "several"
+    worth_it = is_it_worth_it(
+        classes,
+        found.own if several else found.blend,
+        found.resident,
+        found.positional,
+        found.cold_rows,
+        threshold,
+    )
+    verdicts = {"worth_it": worth_it, "maps": maps}
+    if not found.common:
+        return verdicts
+    # One map that is served now is held against one new map.
+    apart = several and len(next(iter(found.current.values()))) > 1
+    verdicts["new_map"] = is_it_time_for_a_new_map(
+        classes,
+        {
+            one.label: found.current[one.label][found.best_current(one.label)]
+            for one in classes
+        },
+        found.own if apart else found.blend,
+        float(np.mean([found.common[one.label][0 if apart else 1] for one in classes])),
+        threshold,
+    )
+    return verdicts

@@ -139,9 +139,13 @@ def count_distribution(probability: Floats) -> Floats:
         probability: `(num_layers, n)` of each event.
 
     Returns:
-        `(num_layers, n + 1)`: probability of 0 … n events.
+        `(num_layers, m + 1)`: probability of 0 … m events, where m is the largest
+        number of events of a layer that can happen.
 
     """
+    # Events that cannot happen are moved behind the others and left out.
+    probability = -np.sort(-probability, axis=1)
+    probability = probability[:, probability.any(axis=0)]
     num_layers, number = probability.shape
     result = np.zeros((num_layers, number + 1))
     result[:, 0] = 1

@@ -3,22 +3,22 @@
 """`vllm expert-map advise`: one map or several, a new or the old, worth it or not."""
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm.model_executor.layers.fused_moe.expert_profile.advise import (
+    Assessment,
     Conditions,
-    Outcome,
     Placement,
     Traffic,
+    advise,
+    assess,
+    blended,
     divide,
-    is_it_time_for_a_new_map,
-    is_it_worth_it,
-    one_map_or_several,
-    outcome,
-    place,
 )
 from vllm.model_executor.layers.fused_moe.expert_profile.errors import (
     ExpertPlanError,
@@ -27,20 +27,18 @@ from vllm.model_executor.layers.fused_moe.expert_profile.plan import (
     choose_cut,
     phase_counts,
 )
-from vllm.model_executor.layers.fused_moe.expert_profile.predict import (
-    Step,
-    positional_host_bytes,
+from vllm.model_executor.layers.fused_moe.expert_profile.predict import Step
+from vllm.model_executor.layers.fused_moe.expert_profile.profile_file import (
+    ExpertProfile,
 )
 from vllm.model_executor.layers.fused_moe.expert_profile.row_bytes import (
     ExpertRow,
-    hot_page_bytes,
     map_host_bytes,
 )
 from vllm.model_executor.layers.fused_moe.expert_profile.score import (
     hot_mask,
     map_cuts,
     map_rankings,
-    overlap,
 )
 from vllm.model_executor.layers.fused_moe.expert_profile.verbs.common import (
     Answer,
@@ -141,12 +139,8 @@ def run(args: argparse.Namespace) -> Answer:
     current = [] if args.current is None else maps_at(args.current)
     for named in current:
         check_same_model(named, recorded.fingerprint, names)
-    blend = sum(one.ranked / one.ranked.sum() * one.weight for one in classes)
-    cuts = _cuts(args, current, names, blend, recorded.fingerprint.top_k, row)
-    shape = len(names), recorded.num_experts
-    blended = place(blend, cuts, row, args.page_bytes)
-    own = {one.label: place(one.ranked, cuts, row, args.page_bytes) for one in classes}
-    served = {
+    cuts = _cuts(args, current, names, classes, recorded.fingerprint.top_k, row)
+    placements = {
         named.path.stem: Placement(
             hot_mask(
                 map_rankings(named.expert_map, names),
@@ -156,41 +150,12 @@ def run(args: argparse.Namespace) -> Answer:
         )
         for named in current
     }
-    outcomes = {
-        "own": {one.label: outcome(one, own[one.label], conditions) for one in classes},
-        "blend": {one.label: outcome(one, blended, conditions) for one in classes},
-    }
-    foreign = {
-        one.label: {
-            other: outcome(one, placed, conditions)
-            for other, placed in own.items()
-            if other != one.label
-        }
-        for one in classes
-    }
-    existing = {
-        one.label: {
-            name: outcome(one, placed, conditions) for name, placed in served.items()
-        }
-        for one in classes
-    }
-    verdicts = _verdicts(
-        args, classes, outcomes, existing, served, blended, own, conditions, shape, cuts
-    )
+    found = assess(classes, cuts, placements, conditions)
+    verdicts = advise(found, args.threshold)
     data: dict[str, Any] = {
         "hot_rows": int(np.sum(cuts)),
-        "rows": shape[0] * shape[1],
-        "classes": {
-            one.label: {
-                "weight": one.weight / sum(x.weight for x in classes),
-                "held_out": one.held_out,
-                "own": asdict(outcomes["own"][one.label]),
-                "blend": asdict(outcomes["blend"][one.label]),
-                "foreign": {k: asdict(v) for k, v in foreign[one.label].items()},
-                "current": {k: asdict(v) for k, v in existing[one.label].items()},
-            }
-            for one in classes
-        },
+        "rows": len(names) * recorded.num_experts,
+        "classes": {one.label: _class_data(found, one) for one in classes},
         "advice": {name: asdict(one) for name, one in verdicts.items()},
     }
     warnings = [
@@ -205,7 +170,12 @@ def run(args: argparse.Namespace) -> Answer:
     return Answer(data, _text(data), tuple(warnings), satisfied)
 
 
-def _traffic(args, profile, label: str, weight: float | None) -> Traffic:
+def _traffic(
+    args: argparse.Namespace,
+    profile: ExpertProfile,
+    label: str,
+    weight: float | None,
+) -> Traffic:
     counts = phase_counts(profile, args.phase)
     if not counts.any():
         raise ExpertPlanError(
@@ -245,11 +215,19 @@ def census_of(args: argparse.Namespace) -> list[tuple[Step, float]]:
     return [(step, share / total) for step, share in census]
 
 
-def _cuts(args, current: list[NamedMap], names, blend, top_k: int, row: ExpertRow):
+def _cuts(
+    args: argparse.Namespace,
+    current: list[NamedMap],
+    names: Sequence[str],
+    classes: Sequence[Traffic],
+    top_k: int,
+    row: ExpertRow,
+) -> npt.NDArray[np.int64]:
     request = cut_request(args)
     given = (request.hot_rows, request.cold_fraction, request.hot_gib)
     if any(value is not None for value in given):
-        return choose_cut(blend, request, top_k, row, args.page_bytes)
+        counts = blended(classes)
+        return choose_cut(counts, request, top_k, row, args.page_bytes)
     if not current:
         raise ExpertPlanError(
             "there is no budget to plan for. Give --hot-gib, --hot-rows or "
@@ -258,55 +236,18 @@ def _cuts(args, current: list[NamedMap], names, blend, top_k: int, row: ExpertRo
     return map_cuts(current[0].expert_map, names)
 
 
-def _verdicts(
-    args, classes, outcomes, existing, served, blended, own, conditions, shape, cuts
-):
-    row, page_bytes = conditions.row, conditions.page_bytes
-    everything = np.zeros((shape[0], 2, shape[1]), dtype=np.int64)
-    hot_bytes = sum(
-        hot_page_bytes(row, shape[1], np.flatnonzero(mask), page_bytes)
-        for mask in blended.mask
-    )
-    cold_bytes = max(shape[0] * shape[1] * row.num_bytes - hot_bytes, 0)
-    by_position = positional_host_bytes(*shape, row, cold_bytes)
-    resident, positional = (
-        {one.label: conditions.throughput(one.served, outside) for one in classes}
-        for outside in (everything, by_position)
-    )
-    cold_rows = 1 - float(np.sum(cuts)) / (shape[0] * shape[1])
-    maps = one_map_or_several(
-        classes, outcomes["own"], outcomes["blend"], args.threshold
-    )
-    advised = outcomes["own" if maps.answer == "several" else "blend"]
-    verdicts = {
-        "worth_it": is_it_worth_it(
-            classes, advised, resident, positional, cold_rows, args.threshold
-        ),
-        "maps": maps,
+def _class_data(found: Assessment, one: Traffic) -> dict[str, Any]:
+    foreign, current = found.foreign[one.label], found.current[one.label]
+    return {
+        "weight": one.weight / sum(each.weight for each in found.classes),
+        "held_out": one.held_out,
+        "own": asdict(found.own[one.label]),
+        "blend": asdict(found.blend[one.label]),
+        "foreign": {name: asdict(each) for name, each in foreign.items()},
+        "current": {name: asdict(each) for name, each in current.items()},
+        "resident_tokens_per_s": found.resident[one.label],
+        "positional_tokens_per_s": found.positional[one.label],
     }
-    if served:
-        # Each class is served by the best of the maps that are there.
-        best: dict[str, Outcome] = {}
-        chosen: dict[str, str] = {}
-        for one in classes:
-            there = existing[one.label]
-            chosen[one.label] = max(there, key=lambda name: there[name].tokens_per_s)
-            best[one.label] = there[chosen[one.label]]
-        several = maps.answer == "several" and len(served) > 1
-        renewed = outcomes["own"] if several else outcomes["blend"]
-        common = np.mean(
-            [
-                overlap(
-                    served[chosen[one.label]].mask,
-                    own[one.label].mask if several else blended.mask,
-                ).mean()
-                for one in classes
-            ]
-        )
-        verdicts["new_map"] = is_it_time_for_a_new_map(
-            classes, best, renewed, float(common), args.threshold
-        )
-    return verdicts
 
 
 def _text(data: dict[str, Any]) -> str:

@@ -304,7 +304,9 @@ def gib(num_bytes: float) -> str:
     """Bytes as text."""
     if num_bytes >= GIB / 8:
         return f"{num_bytes / GIB:.2f} GiB"
-    return f"{num_bytes / 2**20:.2f} MiB"
+    if num_bytes >= 2**17:
+        return f"{num_bytes / 2**20:.2f} MiB"
+    return f"{num_bytes / 2**10:g} KiB"
 
 
 def as_json(answer: Answer) -> str:

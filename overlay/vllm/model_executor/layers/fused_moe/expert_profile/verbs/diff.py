@@ -3,6 +3,7 @@
 """`vllm expert-map diff`: compare two maps or two profiles."""
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from vllm.model_executor.layers.fused_moe.expert_profile.errors import (
 )
 from vllm.model_executor.layers.fused_moe.expert_profile.plan import phase_counts
 from vllm.model_executor.layers.fused_moe.expert_profile.score import (
+    HotMask,
     hot_mask,
     map_cuts,
     map_rankings,
@@ -106,7 +108,14 @@ def _diff_profiles(args: argparse.Namespace) -> Answer:
     return _answer(args, names, shares, masks, f"hottest {hot} rows", same)
 
 
-def _answer(args, names, shares, masks, what: str, same: bool) -> Answer:
+def _answer(
+    args: argparse.Namespace,
+    names: Sequence[str],
+    shares: Sequence[np.ndarray],
+    masks: Sequence[HotMask],
+    what: str,
+    same: bool,
+) -> Answer:
     moved = (masks[1] & ~masks[0]).sum(axis=1)
     left = (masks[0] & ~masks[1]).sum(axis=1)
     overlaps = overlap(*masks)

@@ -3,7 +3,7 @@
 """`vllm expert-map import`: make a profile from what other tools recorded."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -156,7 +156,7 @@ def _layout(args: argparse.Namespace) -> tuple[Fingerprint, Layout]:
 def _layout_of_model(args: argparse.Namespace) -> tuple[Fingerprint, tuple[str, ...]]:
     # These read a model's config, which nothing else here needs.
     from vllm.config import ModelConfig
-    from vllm.model_executor.layers.fused_moe.pinned_hot.provider import (
+    from vllm.model_executor.layers.fused_moe.pinned_hot.fingerprint import (
         model_fingerprint,
     )
 
@@ -211,7 +211,13 @@ def _add(parts: list[Imported]) -> Imported:
     )
 
 
-def _profile(args, files, fingerprint, layout, found: Imported) -> ExpertProfile:
+def _profile(
+    args: argparse.Namespace,
+    files: Sequence[Path],
+    fingerprint: Fingerprint,
+    layout: Layout,
+    found: Imported,
+) -> ExpertProfile:
     tokens = {}
     for name in ("prefill", "decode"):
         # The profile's check compares every layer with it.
@@ -236,7 +242,9 @@ def _profile(args, files, fingerprint, layout, found: Imported) -> ExpertProfile
     )
 
 
-def _answer(args, profile: ExpertProfile, found: Imported) -> Answer:
+def _answer(
+    args: argparse.Namespace, profile: ExpertProfile, found: Imported
+) -> Answer:
     requests = None if found.requests is None else len(found.requests)
     data = {
         "profile": args.out,

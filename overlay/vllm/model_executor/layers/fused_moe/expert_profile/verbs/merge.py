@@ -8,6 +8,7 @@ Planning from the profiles themselves is the same and keeps their counts, so pre
 """
 
 import argparse
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -37,6 +38,9 @@ from vllm.model_executor.layers.fused_moe.expert_profile.verbs.common import (
     write_text,
 )
 from vllm.model_executor.layers.fused_moe.pinned_hot.map_file import Budget
+
+Split = Sequence[tuple[str, float | None]]
+"""Path and weight of each argument."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +79,7 @@ def run(args: argparse.Namespace) -> Answer:
     return _merge_maps(args, split) if kinds.pop() else _merge_profiles(args, split)
 
 
-def _merge_profiles(args, split) -> Answer:
+def _merge_profiles(args: argparse.Namespace, split: Split) -> Answer:
     if weighted := [path for path, weight in split if weight is not None]:
         raise ExpertPlanError(
             f"{weighted[0]}: a weight has no effect, since profiles hold counts. Give "
@@ -108,7 +112,7 @@ def _merge_profiles(args, split) -> Answer:
     return Answer(data, text)
 
 
-def _merge_maps(args, split) -> Answer:
+def _merge_maps(args: argparse.Namespace, split: Split) -> Answer:
     maps = [read_map(path) for path, _ in split]
     first = maps[0].expert_map
     names = maps[0].layer_names

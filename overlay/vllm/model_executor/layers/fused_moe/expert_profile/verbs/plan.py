@@ -3,10 +3,13 @@
 """`vllm expert-map plan`: make a map from profiles under a budget."""
 
 import argparse
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from vllm.model_executor.layers.fused_moe.expert_profile.plan import (
+    Counts,
     CutRequest,
     choose_cut,
     combine,
@@ -15,6 +18,7 @@ from vllm.model_executor.layers.fused_moe.expert_profile.plan import (
     phase_tokens,
     silent_layers,
 )
+from vllm.model_executor.layers.fused_moe.expert_profile.row_bytes import ExpertRow
 from vllm.model_executor.layers.fused_moe.expert_profile.score import (
     cold_share,
     hot_mask,
@@ -158,7 +162,9 @@ def run(args: argparse.Namespace) -> Answer:
     return Answer(data, _text(args, data, row, row_unknown), warnings)
 
 
-def _warnings(counts, names, data) -> tuple[str, ...]:
+def _warnings(
+    counts: Counts, names: Sequence[str], data: dict[str, Any]
+) -> tuple[str, ...]:
     warnings = []
     if silent := silent_layers(counts, names):
         warnings.append(
@@ -179,7 +185,12 @@ def _warnings(counts, names, data) -> tuple[str, ...]:
     return tuple(warnings)
 
 
-def _text(args, data, row, row_unknown) -> str:
+def _text(
+    args: argparse.Namespace,
+    data: dict[str, Any],
+    row: ExpertRow | None,
+    row_unknown: str | None,
+) -> str:
     experts = data["num_experts"]
     low, high = data["hot_rows_min"], data["hot_rows_max"]
     cut = f"{low} of {experts}" if low == high else f"{low} to {high} of {experts}"

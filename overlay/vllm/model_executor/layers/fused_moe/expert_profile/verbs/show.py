@@ -117,7 +117,9 @@ def _model_text(fingerprint: dict[str, Any], row: ExpertRow | None) -> str:
     )
 
 
-def _map_data(args, named: NamedMap, row: ExpertRow | None) -> dict[str, Any]:
+def _map_data(
+    args: argparse.Namespace, named: NamedMap, row: ExpertRow | None
+) -> dict[str, Any]:
     expert_map = named.expert_map
     cuts = map_cuts(expert_map, named.layer_names)
     hot_bytes = None if row is None else map_hot_bytes(expert_map, row, args.page_bytes)
@@ -173,7 +175,7 @@ def _map_text(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _profile_data(args, named: NamedProfile) -> dict[str, Any]:
+def _profile_data(args: argparse.Namespace, named: NamedProfile) -> dict[str, Any]:
     profile = named.profile
     counts = phase_counts(profile, args.phase)
     requests = profile.counts_request
@@ -220,7 +222,9 @@ def _profiles_text(profiles: list[dict[str, Any]]) -> str:
     return table(head, rows)
 
 
-def _layers_text(args, named: NamedMap | None, profiles: list[NamedProfile]) -> str:
+def _layers_text(
+    args: argparse.Namespace, named: NamedMap | None, profiles: list[NamedProfile]
+) -> str:
     if named is not None:
         return table(
             ("layer", "hot rows", "cold", "most used"),
@@ -255,7 +259,7 @@ def _layers_text(args, named: NamedMap | None, profiles: list[NamedProfile]) -> 
 
 
 def _draw(
-    args,
+    args: argparse.Namespace,
     facts: str,
     named: NamedMap | None,
     profiles: list[NamedProfile],
@@ -283,7 +287,7 @@ def _draw(
 
 
 def pictures_of(
-    args,
+    args: argparse.Namespace,
     named: NamedMap | None,
     profiles: list[NamedProfile],
     row: ExpertRow | None,

@@ -19,7 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -403,16 +403,16 @@ def _wait_until_up(server: Server, process: subprocess.Popen[bytes], log: Path) 
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a server and the processes it started, which share its session."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(STOP_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            continue
+    """End a server, then what is left of the processes that share its session.
+
+    The workers are the server's own to end: it may have something to ask them.
+    """
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_LIMIT_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _free_port() -> int:

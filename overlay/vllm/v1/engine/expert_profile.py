@@ -134,7 +134,9 @@ class ExpertProfileWriter:
             self.write(timeout)
         except Exception as error:
             logger.error(
-                "Expert profile %s lacks the last traffic: %r", self.path, error
+                "Expert profile %s may lack the traffic since its last write: %r",
+                self.path,
+                error,
             )
 
     def _read(self, timeout: float | None) -> "RecordedRoutes":

@@ -1,13 +1,12 @@
 """The verb ``demo``: the pinned vLLM beside the patched one, over HTTP, token by token.
 
-Both serve the tiny model of ``fixtures/tiny-moe`` on this machine's CPU. The pinned one
-is asked which experts it selects on a calibration text; the map made of that keeps some
-experts of each layer in memory and leaves the others in a file. Then both answer the
-same prompts.
+Both serve the tiny model of ``fixtures/tiny-moe`` on this machine's CPU. A patched
+server records which experts a calibration text selects; the map planned from that keeps
+some experts of each layer in memory and leaves the others in a file. Then the pinned
+server and one with the map answer the same prompts.
 """
 
 import argparse
-import hashlib
 import http.client
 import json
 import os
@@ -20,7 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,10 +44,6 @@ STOP_LIMIT_S = 20.0
 PROGRESS_EVERY_S = 5.0
 LOG_TAIL_LINES = 25
 EXTENSION = "recipe.inside.route_counter.RouteCounter"
-MAKE_MAP = ROOT / "recipe" / "inside" / "make_map.py"
-
-Selections = dict[str, list[int]]
-"""Selections of each expert, ``(E,)``, by layer name."""
 
 
 @dataclass(frozen=True)
@@ -65,19 +60,6 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Served:
-    """What a server made of one domain's prompts.
-
-    Attributes:
-        answers: One for each prompt.
-        selections: What its routers selected meanwhile.
-    """
-
-    answers: tuple[Answer, ...]
-    selections: Selections
-
-
-@dataclass(frozen=True)
 class Row:
     """One line of the result.
 
@@ -86,8 +68,8 @@ class Row:
         prompts: Prompts sent to both servers.
         tokens: Tokens that each server generated.
         equal: Prompts whose whole answer is the same in both.
-        hot: Expert rows that the patched server read from memory.
-        cold: Expert rows that it read through the file mapping.
+        hot: Selections of expert rows that the patched server has in memory.
+        cold: Selections of rows that it reads through the file mapping.
     """
 
     domain: str
@@ -110,60 +92,54 @@ def load_prompts(path: Path = FIXTURE / "prompts.json") -> dict[str, dict[str, A
     return texts
 
 
-def cold_experts(expert_map: Mapping[str, Any]) -> dict[str, frozenset[int]]:
-    """Return the experts beyond the cut of each layer of a map."""
+def fed_tokens(answers: Sequence[Answer]) -> dict[str, int]:
+    """Return the tokens that pass the layers: all but the last of each answer."""
     return {
-        name: frozenset(layer["ranking"][layer["hot"] :])
-        for name, layer in expert_map["layers"].items()
+        "tokens_prefill": sum(answer.prompt_tokens for answer in answers),
+        "tokens_decode": sum(len(answer.token_ids) - 1 for answer in answers),
     }
 
 
-def split_selections(
-    selections: Selections, cold: Mapping[str, frozenset[int]]
-) -> tuple[int, int]:
-    """Return how many selections are hot and how many are cold, over all layers."""
-    cold_count = sum(
-        count
-        for name, counts in selections.items()
-        for expert, count in enumerate(counts)
-        if expert in cold[name]
-    )
-    return sum(map(sum, selections.values())) - cold_count, cold_count
-
-
-def check_all_counted(served: Served, top_k: int, layers: int) -> None:
+def check_all_counted(answers: Sequence[Answer], counted: Mapping[str, int]) -> None:
     """Refuse counts that are not those of the served tokens, no more and no less.
-
-    Every token but the last of an answer passes through every layer once, which
-    selects ``top_k`` experts for it.
 
     Raises:
         RecipeError: The counts are off.
     """
-    forwarded = sum(
-        answer.prompt_tokens + len(answer.token_ids) - 1 for answer in served.answers
-    )
-    found = {name: sum(counts) for name, counts in served.selections.items()}
-    if len(found) != layers or set(found.values()) != {forwarded * top_k}:
+    fed = fed_tokens(answers)
+    if any(counted[phase] != tokens for phase, tokens in fed.items()):
         raise RecipeError(
-            f"{forwarded} tokens passed {layers} layers of top-{top_k} and the routers "
-            f"report {found} selections; the counts are not to be trusted"
+            f"{fed} were fed and the server recorded {dict(counted)}; the counts are "
+            "not to be trusted"
         )
 
 
 def compare(
-    domain: str, stock: Served, patched: Served, cold: Mapping[str, frozenset[int]]
+    domain: str,
+    stock: Sequence[Answer],
+    patched: Sequence[Answer],
+    cold_share: float,
+    selections_per_token: int,
 ) -> Row:
-    """Return one line of the result from what both servers made of a domain."""
-    pairs = list(zip(stock.answers, patched.answers, strict=True))
-    hot_count, cold_count = split_selections(patched.selections, cold)
+    """Return one line of the result from what both servers made of a domain.
+
+    Args:
+        domain: Kind of text.
+        stock: Answers of the pinned server.
+        patched: Answers of the one with the map.
+        cold_share: Share of that one's selections that were cold, 0 to 1.
+        selections_per_token: Experts that a token selects in all layers together.
+    """
+    pairs = list(zip(stock, patched, strict=True))
+    selections = sum(fed_tokens(patched).values()) * selections_per_token
+    cold = round(cold_share * selections)
     return Row(
         domain=domain,
         prompts=len(pairs),
-        tokens=sum(len(answer.token_ids) for answer in patched.answers),
+        tokens=sum(len(answer.token_ids) for answer in patched),
         equal=sum(left == right for left, right in pairs),
-        hot=hot_count,
-        cold=cold_count,
+        hot=selections - cold,
+        cold=cold,
     )
 
 
@@ -189,7 +165,7 @@ def verdict(rows: Sequence[Row]) -> str | None:
         return f"{different} of {everything.prompts} answers differ from stock vLLM's"
     if everything.cold == 0 or everything.hot == 0:
         return (
-            f"{everything.hot} hot and {everything.cold} cold rows were served; the "
+            f"{everything.hot} hot and {everything.cold} cold rows were selected; the "
             "comparison has not used both"
         )
     return None
@@ -289,15 +265,27 @@ class Server:
         (result,) = self._post("/collective_rpc", {"method": method})["results"]
         return result
 
-    def serve(self, prompts: Sequence[str]) -> Served:
-        """Send prompts one after the other and count what the routers select."""
-        self.call("reset_routes")
+    def serve(self, prompts: Sequence[str]) -> tuple[Answer, ...]:
+        """Send prompts one after the other."""
         answers = []
         for index, prompt in enumerate(prompts, 1):
             answers.append(self.complete(prompt))
             _STATUS.show(f"{self.name}: answered {index} of {len(prompts)} prompts")
         _STATUS.clear()
-        return Served(tuple(answers), self.call("read_routes"))
+        return tuple(answers)
+
+    def record(self, prompts: Sequence[str], profile: Path) -> tuple[Answer, ...]:
+        """Send prompts and keep what they selected in a profile of its own.
+
+        Raises:
+            RecipeError: What the server recorded is not what it was fed.
+        """
+        profile.unlink(missing_ok=True)
+        answers = self.serve(prompts)
+        recorded = self._post("/expert_profile/dump", {})
+        check_all_counted(answers, recorded)
+        Path(recorded["path"]).rename(profile)
+        return answers
 
     def _post(self, path: str, body: Mapping[str, Any]) -> Any:
         request = urllib.request.Request(
@@ -347,7 +335,8 @@ def server_environment(tree: Path | None) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_SERVER_DEV_MODE": "1",  # for /collective_rpc, on 127.0.0.1 only
+        # For /collective_rpc and /expert_profile/dump, on 127.0.0.1 only.
+        "VLLM_SERVER_DEV_MODE": "1",
     }
 
 
@@ -414,16 +403,16 @@ def _wait_until_up(server: Server, process: subprocess.Popen[bytes], log: Path) 
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a server and the processes it started, which share its session."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(STOP_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            continue
+    """End a server, then what is left of the processes that share its session.
+
+    The workers are the server's own to end: it may have something to ask them.
+    """
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_LIMIT_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _free_port() -> int:
@@ -438,39 +427,27 @@ def _tail(log: Path) -> str:
     return "\n".join(lines[-LOG_TAIL_LINES:])
 
 
-def make_map(
-    python: Path, tree: Path, counts: Selections, texts: Sequence[str], tokens: int
-) -> str:
-    """Return the text of a map made from counts.
-
-    Args:
-        python: Interpreter of an environment with the CPU flavor.
-        tree: The patched tree, whose planner makes the map.
-        counts: What the calibration text selected.
-        texts: That text.
-        tokens: Tokens counted.
+def expert_map(python: Path, tree: Path, *arguments: str) -> str:
+    """Run ``vllm expert-map`` of the patched tree and return what it prints.
 
     Raises:
-        RecipeError: The planner refused.
+        RecipeError: It refused.
     """
-    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
-    profile = {"label": MAP_DOMAIN, "sha256": digest, "tokens": tokens}
-    question = {
-        "model": str(FIXTURE),
-        "counts": counts,
-        "hot": HOT_EXPERTS,
-        "profiles": [profile],
-    }
-    made = subprocess.run(
-        [str(python), str(MAKE_MAP)],
-        input=json.dumps(question),
+    done = subprocess.run(
+        [
+            *(str(python), "-m", "vllm.entrypoints.cli.main", "expert-map"),
+            *arguments,
+        ],
         capture_output=True,
         text=True,
         env=server_environment(tree),
     )
-    if made.returncode:
-        raise RecipeError(f"the planner made no map: {made.stderr.strip()[-1500:]}")
-    return made.stdout[made.stdout.index("{") :]
+    if done.returncode:
+        raise RecipeError(
+            f"vllm expert-map {arguments[0]} ended with status {done.returncode}: "
+            f"{done.stderr.strip()[-1500:]}"
+        )
+    return done.stdout
 
 
 def check_stock(description: Mapping[str, Any]) -> None:
@@ -516,51 +493,58 @@ def run_demo(python: Path, tree: Path, work: Path, dtype: str) -> dict[str, Any]
 
     Returns:
         ``rows`` (:class:`Row`), ``map`` (path), ``hot_bytes`` and ``cold_bytes``, and
-        ``stock``: :class:`Served` by domain.
+        ``stock``: answers by domain.
 
     Raises:
         RecipeError: A server failed, or did something other than what was asked.
     """
     config = json.loads((FIXTURE / "config.json").read_text())
-    top_k, layers = config["num_experts_per_tok"], config["num_hidden_layers"]
+    per_token = config["num_experts_per_tok"] * config["num_hidden_layers"]
     texts = load_prompts()
     calibration = texts["calibration"][MAP_DOMAIN]
-    map_path = work / "expert-map.json"
+    recording = work / "recording.safetensors"
+    recording.unlink(missing_ok=True)  # of a demo that did not end
+    record = [f"--expert-profile-out={recording}"]
 
-    with serve("stock", python, work / "stock.log", dtype=dtype) as server:
-        check_stock(server.call("describe_experts"))
-        _say(f"counting the experts that {len(calibration)} {MAP_DOMAIN} texts select")
-        counted = server.serve(calibration)
-        check_all_counted(counted, top_k, layers)
+    def server(
+        name: str, tree: Path | None, *extra: str
+    ) -> AbstractContextManager[Server]:
+        log = work / f"{name}.log"
+        return serve(name, python, log, tree=tree, dtype=dtype, extra=extra)
+
+    with server("recording", tree, *record) as running:
+        _say(f"recording what {len(calibration)} {MAP_DOMAIN} texts select")
+        running.record(calibration, profile := work / f"{MAP_DOMAIN}.safetensors")
+
+    _say(f"planning the expert map: {HOT_EXPERTS} of {config['num_experts']} rows hot")
+    map_path = work / "expert-map.json"
+    cut = ("--cut=uniform", f"--hot-rows={HOT_EXPERTS}")
+    expert_map(python, tree, "plan", str(profile), *cut, f"--out={map_path}")
+
+    with server("stock", None) as running:
+        check_stock(running.call("describe_experts"))
         stock = {}
         for domain, prompts in texts["prompts"].items():
             _say(f"asking the stock server {len(prompts)} {domain} prompts")
-            stock[domain] = server.serve(prompts)
-
-    _say(f"making the expert map: {HOT_EXPERTS} of {config['num_experts']} rows hot")
-    tokens = sum(a.prompt_tokens + len(a.token_ids) - 1 for a in counted.answers)
-    map_text = make_map(python, tree, counted.selections, calibration, tokens)
-    map_path.write_text(map_text)
-    cold = cold_experts(json.loads(map_text))
+            stock[domain] = running.serve(prompts)
 
     options = ["--expert-provider=pinned_hot", f"--expert-map={map_path}"]
     options.append(f"--expert-cold-dir={work}")
-    rows = []
-    with serve(
-        "pinned_hot",
-        python,
-        work / "pinned_hot.log",
-        tree=tree,
-        dtype=dtype,
-        extra=options,
-    ) as server:
-        description = server.call("describe_experts")
+    patched, profiles = {}, []
+    with server("pinned_hot", tree, *options, *record) as running:
+        description = running.call("describe_experts")
         check_patched(description, HOT_EXPERTS, config["num_experts"])
         for domain, prompts in texts["prompts"].items():
             _say(f"asking the pinned_hot server {len(prompts)} {domain} prompts")
-            served = server.serve(prompts)
-            check_all_counted(served, top_k, layers)
-            rows.append(compare(domain, stock[domain], served, cold))
+            profiles.append(work / f"served-{domain}.safetensors")
+            patched[domain] = running.record(prompts, profiles[-1])
+    names = map(str, profiles)
+    scores = expert_map(python, tree, "score", str(map_path), *names, "--json")
+    cold = [score["cold_share"] for score in json.loads(scores)["scores"]]
+    rows = [
+        compare(domain, stock[domain], patched[domain], share, per_token)
+        for domain, share in zip(patched, cold, strict=True)
+    ]
     residency = description["residency"].values()
     return {
         "rows": rows,
@@ -607,21 +591,27 @@ def _run(args: argparse.Namespace) -> int:
     saved = {
         "dtype": args.dtype,
         "rows": [asdict(row) for row in rows],
-        "stock": {name: asdict(served) for name, served in result["stock"].items()},
+        "stock": {
+            name: [asdict(answer) for answer in answers]
+            for name, answers in result["stock"].items()
+        },
         "hot_bytes": result["hot_bytes"],
         "cold_bytes": result["cold_bytes"],
     }
     (work / "result.json").write_text(json.dumps(saved, indent=1) + "\n")
 
     print(format_table(rows))
-    print("hot and cold are expert rows read, as the patched server's routers counted.")
+    print(
+        "hot and cold are selections of expert rows that the patched server recorded."
+    )
     print(
         f"rows        {HOT_EXPERTS} of each layer's experts in memory "
         f"({result['hot_bytes'] / 1e6:.1f} MB), the others in a file "
         f"({result['cold_bytes'] / 1e6:.1f} MB)"
     )
-    print(f"map         {result['map']} (made from {MAP_DOMAIN})")
-    print(f"logs        {work}/stock.log {work}/pinned_hot.log")
+    print(f"profile     {work / MAP_DOMAIN}.safetensors (recorded by the server)")
+    print(f"map         {result['map']} (planned from the profile)")
+    print(f"logs        {work}/recording.log {work}/stock.log {work}/pinned_hot.log")
     serve_again = shlex.join(
         [
             *("env", f"PYTHONPATH={tree}", "VLLM_CPU_KVCACHE_SPACE=1", str(python)),

@@ -32,9 +32,9 @@ def env_dir(flavor: Flavor) -> Path:
 
 
 def test_requirements() -> list[str]:
-    """Return what the tests need: the dependencies of ``pyproject.toml``."""
-    table = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    return list(table["project"]["dependencies"])
+    """Return what the tests need beside vLLM, as ``pyproject.toml`` says."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [*project["dependencies"], *project["optional-dependencies"]["pictures"]]
 
 
 def install_command(

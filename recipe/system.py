@@ -42,6 +42,11 @@ CPU_ENGINE: Mapping[str, Callable[[], bool]] = {
     "libnuma1": lambda: has_library("libnuma.so.1"),
 }
 
+# Draws the pages of `vllm expert-map show` in their tests.
+BROWSER: Mapping[str, Callable[[], bool]] = {
+    "chromium": lambda: shutil.which("chromium") is not None,
+}
+
 
 def require_packages(probes: Mapping[str, Callable[[], bool]]) -> None:
     """Make sure that packages are there, installing them where that is possible.

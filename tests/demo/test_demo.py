@@ -11,63 +11,40 @@ from pathlib import Path
 import pytest
 
 from recipe import demo
-from recipe.demo import Answer, Row, Served
+from recipe.demo import Answer, Row
 from recipe.errors import RecipeError
 from recipe.paths import ROOT
 
-TOP_K = 2
-COLD = {"layers.0": frozenset({2, 3}), "layers.1": frozenset({0, 1})}
-SELECTIONS = {"layers.0": [5, 4, 2, 1], "layers.1": [0, 1, 5, 6]}
 ANSWERS = (Answer(3, (7, 8)), Answer(2, (9,)))
-SERVED = Served(ANSWERS, SELECTIONS)
 ROW = Row("code", prompts=2, tokens=3, equal=2, hot=20, cold=4)
 
 
-def test_cold_experts_are_those_beyond_the_cut() -> None:
-    """The tail of the ranking, from entry ``hot`` on."""
-    expert_map = {
-        "layers": {
-            "layers.0": {"ranking": [1, 0, 3, 2], "hot": 2},
-            "layers.1": {"ranking": [3, 2, 1, 0], "hot": 2},
-        }
-    }
-    assert demo.cold_experts(expert_map) == COLD
-
-
 def test_compare_counts_equal_answers_and_rows() -> None:
-    """One differing token makes an answer differ; rows come from the patched server."""
-    other = Served((ANSWERS[0], Answer(2, (10,))), SELECTIONS)
-    assert demo.compare("code", SERVED, SERVED, COLD) == replace(ROW)
-    assert demo.compare("code", other, SERVED, COLD) == replace(ROW, equal=1)
+    """One differing token makes an answer differ; 6 tokens were fed to the layers."""
+    other = (ANSWERS[0], Answer(2, (10,)))
+    assert demo.compare("code", ANSWERS, ANSWERS, 1 / 6, 4) == ROW
+    assert demo.compare("code", other, ANSWERS, 1 / 6, 4) == replace(ROW, equal=1)
 
 
 def test_compare_refuses_a_missing_answer() -> None:
     """A server that answered fewer prompts is not equal by omission."""
     with pytest.raises(ValueError, match="shorter|longer"):
-        demo.compare("code", SERVED, Served(ANSWERS[:1], SELECTIONS), COLD)
+        demo.compare("code", ANSWERS, ANSWERS[:1], 0.5, 4)
 
 
 def test_counts_of_the_served_tokens_pass() -> None:
-    """3 + 2 - 1 and 2 + 1 - 1 tokens went through each layer."""
-    exact = {"a": [6, 6], "b": [12, 0]}
-    demo.check_all_counted(Served(ANSWERS, exact), TOP_K, layers=2)
+    """3 + 2 prompt tokens, and 1 + 0 that were generated and fed again."""
+    demo.check_all_counted(ANSWERS, {"tokens_prefill": 5, "tokens_decode": 1})
 
 
 @pytest.mark.parametrize(
-    ("selections", "layers"),
-    [
-        ({"a": [6, 6], "b": [6, 5]}, 2),
-        ({"a": [6, 6], "b": [6, 7]}, 2),
-        ({"a": [6, 6]}, 2),
-        ({}, 2),
-    ],
+    ("prefill", "decode"), [(4, 1), (6, 1), (5, 0), (5, 2), (0, 0)]
 )
-def test_other_counts_are_refused(
-    selections: dict[str, list[int]], layers: int
-) -> None:
-    """One selection too many or too few, or a layer that is not there."""
+def test_other_counts_are_refused(prefill: int, decode: int) -> None:
+    """One token too many or too few, in either phase."""
+    counted = {"tokens_prefill": prefill, "tokens_decode": decode}
     with pytest.raises(RecipeError, match="not to be trusted"):
-        demo.check_all_counted(Served(ANSWERS, selections), TOP_K, layers)
+        demo.check_all_counted(ANSWERS, counted)
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,8 @@ def test_greedy_text_is_not_a_loop(result: dict[str, Any]) -> None:
     period = repeat_period()
     loops = {
         (domain, index): period(answer.token_ids)
-        for domain, served in result["stock"].items()
-        for index, answer in enumerate(served.answers)
+        for domain, answers in result["stock"].items()
+        for index, answer in enumerate(answers)
     }
     looping = {key: value for key, value in loops.items() if value is not None}
     assert not looping

@@ -62,6 +62,20 @@ def counters(model: Any) -> dict[str, Any]:
     return counts
 
 
+def watch_schedule(scheduler: Any) -> list[int]:
+    """Keep the number of rows of every batch that a scheduler makes from now on."""
+    batches: list[int] = []
+    schedule = scheduler.schedule
+
+    def watched(*args: Any) -> Any:
+        output = schedule(*args)
+        batches.append(output.total_num_scheduled_tokens)
+        return output
+
+    scheduler.schedule = watched
+    return batches
+
+
 def main() -> None:
     job = json.load(sys.stdin)
     if job["steps"] == ["key"]:
@@ -78,15 +92,31 @@ def main() -> None:
     result: dict[str, Any] = {
         "vllm": sys.modules["vllm"].__file__,
         "dtype": str(config.model_config.dtype),
+        "v2_runner": config.use_v2_model_runner,
     }
     sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"])
+    one = SamplingParams(temperature=0, max_tokens=1)
     counts: dict[str, Any] = {}
     for step in job["steps"]:
-        if step == "generate":
-            outputs = llm.generate(job["prompts"], sampling, use_tqdm=False)
+        if step in ("generate", "generate one"):
+            params = one if step == "generate one" else sampling
+            outputs = llm.generate(job["prompts"], params, use_tqdm=False)
             result.setdefault("tokens", []).append(
                 [list(output.outputs[0].token_ids) for output in outputs]
             )
+            result.setdefault("fed", []).append(
+                {
+                    "prompt": sum(len(output.prompt_token_ids) for output in outputs),
+                    "cached": sum(output.num_cached_tokens for output in outputs),
+                    "later": sum(len(x.outputs[0].token_ids) - 1 for x in outputs),
+                }
+            )
+        elif step == "watch":
+            core = llm.llm_engine.engine_core.engine_core
+            result["batches"] = watch_schedule(core.scheduler)
+        elif step == "dump":
+            core = llm.llm_engine.engine_core.engine_core
+            result.setdefault("dumps", []).append(core.dump_expert_profile())
         elif step == "count":
             counts = llm.apply_model(counters)[0]
         elif step == "reload":

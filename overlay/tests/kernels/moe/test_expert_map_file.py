@@ -83,7 +83,8 @@ BAD = {
     "future_version": (set_top("version", 2), ["version", "2 is not 1"]),
     "bool_version": (set_top("version", True), ["version", "True is not 1"]),
     "no_fingerprint": (drop("fingerprint"), ["fingerprint", "required"]),
-    "extra_field": (set_top("budget", 3), ["budget", "Extra"]),
+    "extra_field": (set_top("colour", 3), ["colour", "Extra"]),
+    "bad_budget": (set_top("budget", {"asked": 3}), ["budget.asked", "3"]),
 }
 
 

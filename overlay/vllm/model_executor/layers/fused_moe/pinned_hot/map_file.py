@@ -19,13 +19,15 @@ JSON, written by a planner or by hand, read at start-up by `pinned_hot`:
       },
       "draft_layers": {},            the same for a speculative draft model
       "profiles": [{"label": "code", "sha256": "…", "tokens": 4096}],
-      "expected_cold_share": 0.021
+      "expected_cold_share": 0.021,
+      "budget": {"asked": "--hot-gib 20", "cut": "optimal", "phase": "both",
+                 "hot_rows": 96, "hot_bytes": 21474836480}
     }
 
 A layer is named as vLLM names it. `layers` covers every MoE layer of the model;
 `draft_layers` is left out or covers every MoE layer of the draft model, which may
 have another number of experts. A ranking is complete, so the cut can move without
-a new map.
+a new map. `budget` is optional and not read when a model is served.
 """
 
 import json
@@ -61,11 +63,13 @@ def _as_list(value: object) -> Sequence[object]:
     return value
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """Base of file schemas: no conversions, no unknown fields."""
+
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class Fingerprint(_Strict):
+class Fingerprint(Strict):
     """What a map was made for. Describes the model, not where its files lie."""
 
     architecture: str
@@ -82,8 +86,23 @@ class Fingerprint(_Strict):
     quantization: str | None
     """vLLM's name of the quantization method; null if unquantized."""
 
+    def differences(self, model: "Fingerprint", owner: str) -> str:
+        """Name every field in which a model differs; empty if none does.
 
-class LayerMap(_Strict):
+        Args:
+            model: The fingerprint of the model at hand.
+            owner: What this fingerprint lies in, for the message.
+
+        """
+        return "; ".join(
+            f"{field} is {getattr(self, field)!r} in the {owner} and "
+            f"{getattr(model, field)!r} in the model"
+            for field in Fingerprint.model_fields
+            if getattr(self, field) != getattr(model, field)
+        )
+
+
+class LayerMap(Strict):
     """Ranking of one layer's experts."""
 
     ranking: tuple[int, ...] = Field(strict=False)
@@ -158,7 +177,7 @@ class LayerMap(_Strict):
         return math.fsum(self.share[self.hot :])
 
 
-class Profile(_Strict):
+class Profile(Strict):
     """Where a map's counts came from."""
 
     label: str
@@ -166,7 +185,22 @@ class Profile(_Strict):
     tokens: int = Field(ge=0)
 
 
-class ExpertMap(_Strict):
+class Budget(Strict):
+    """What a map's cuts were chosen for; for people and for planning again."""
+
+    asked: str
+    """The option that said it, such as `--hot-gib 20`."""
+    cut: Literal["uniform", "optimal"]
+    """The same rows in every layer, or the best rows of all layers."""
+    phase: Literal["both", "prefill", "decode"]
+    """Which selections were ranked."""
+    hot_rows: int = Field(ge=0)
+    """Hot rows of all layers together."""
+    hot_bytes: int | None = Field(default=None, ge=0)
+    """HBM of one GPU that their pages take; null if the size of a row is unknown."""
+
+
+class ExpertMap(Strict):
     """A whole map file; see the module's docstring for the format."""
 
     format: Literal["vllm-expert-map"]
@@ -176,6 +210,7 @@ class ExpertMap(_Strict):
     draft_layers: dict[str, LayerMap] = {}
     profiles: tuple[Profile, ...] = Field(strict=False)
     expected_cold_share: float = Field(ge=0, le=1)
+    budget: Budget | None = None
 
     @model_validator(mode="after")
     def _layers_match_fingerprint(self) -> "ExpertMap":
@@ -195,7 +230,8 @@ class ExpertMap(_Strict):
 
     def to_json(self) -> str:
         """Text of the map file, with a final newline."""
-        return json.dumps(self.model_dump(mode="json"), indent=1) + "\n"
+        unset = {"budget"} if self.budget is None else set()
+        return json.dumps(self.model_dump(mode="json", exclude=unset), indent=1) + "\n"
 
     def check_model(self, model: Fingerprint, path: str | Path) -> None:
         """Refuse a map that was made for another model.
@@ -204,17 +240,11 @@ class ExpertMap(_Strict):
             ExpertMapError: Names every field that differs.
 
         """
-        differing = [
-            f"{field} is {getattr(self.fingerprint, field)!r} in the map and "
-            f"{getattr(model, field)!r} in the model"
-            for field in Fingerprint.model_fields
-            if getattr(self.fingerprint, field) != getattr(model, field)
-        ]
-        if differing:
+        if differing := self.fingerprint.differences(model, "map"):
             raise ExpertMapError(
                 path,
                 "fingerprint",
-                "; ".join(differing),
+                differing,
                 "This map belongs to another model: record a profile with this "
                 "model and make a map from it.",
             )
@@ -272,7 +302,7 @@ def parse_expert_map(text: str, path: str | Path) -> ExpertMap:
 
     """
     try:
-        data = json.loads(text, object_pairs_hook=_no_duplicate_keys)
+        data = json.loads(text, object_pairs_hook=unique_keys)
     except ValueError as error:
         raise ExpertMapError(
             path, "file", f"not valid JSON: {error}", "Write the map again."
@@ -289,20 +319,27 @@ def parse_expert_map(text: str, path: str | Path) -> ExpertMap:
     try:
         return ExpertMap.model_validate(data)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = "".join(
-            f"[{part!r}]" if "." in str(part) or isinstance(part, int) else f".{part}"
-            for part in first["loc"]
-        ).lstrip(".")
-        message = first["msg"].removeprefix("Value error, ")
-        if first["type"] not in ("value_error", "missing", "extra_forbidden"):
-            message += f", not {first['input']!r:.80}"
+        field, message = first_problem(error)
         raise ExpertMapError(
             path, field or "file", message, "Correct the file or make the map again."
         ) from None
 
 
-def _no_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def first_problem(error: ValidationError) -> tuple[str, str]:
+    """Field and message of the first thing pydantic found wrong with a file."""
+    first = error.errors(include_url=False)[0]
+    field = "".join(
+        f"[{part!r}]" if "." in str(part) or isinstance(part, int) else f".{part}"
+        for part in first["loc"]
+    ).lstrip(".")
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] not in ("value_error", "missing", "extra_forbidden"):
+        message += f", not {first['input']!r:.80}"
+    return field, message
+
+
+def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Make a JSON object, as `object_pairs_hook`, and refuse a repeated key."""
     result = dict(pairs)
     if len(result) != len(pairs):
         keys = [key for key, _ in pairs]
@@ -327,7 +364,7 @@ def load_expert_map(path: str | Path) -> ExpertMap:
     return parse_expert_map(text, path)
 
 
-def rank_experts(counts: Sequence[int], hot: int) -> LayerMap:
+def rank_experts(counts: Sequence[float], hot: int) -> LayerMap:
     """Rank a layer's experts by their selection counts.
 
     Args:
@@ -345,21 +382,26 @@ def rank_experts(counts: Sequence[int], hot: int) -> LayerMap:
 
 
 def expert_map_from_counts(
-    counts: Mapping[str, Sequence[int]],
-    hot: int,
+    counts: Mapping[str, Sequence[float]],
+    hot: int | Mapping[str, int],
     fingerprint: Fingerprint,
     profiles: Sequence[Profile],
+    budget: Budget | None = None,
 ) -> ExpertMap:
-    """Make a map with the same cut in every layer.
+    """Make a map from selection counts and cuts.
 
     Args:
         counts: Selections per logical expert, `(E,)`, by layer name.
-        hot: Rows to keep hot in each layer, 0 … E.
+        hot: Rows to keep hot, 0 … E: in every layer, or by layer name.
         fingerprint: The model the counts were recorded on.
         profiles: Where the counts came from.
+        budget: What the cuts were chosen for.
 
     """
-    layers = {name: rank_experts(layer, hot) for name, layer in counts.items()}
+    layers = {
+        name: rank_experts(layer, hot if isinstance(hot, int) else hot[name])
+        for name, layer in counts.items()
+    }
     cold = sum(layer.expected_cold_share for layer in layers.values()) / len(layers)
     return ExpertMap(
         format=FORMAT,
@@ -368,4 +410,5 @@ def expert_map_from_counts(
         layers=layers,
         profiles=tuple(profiles),
         expected_cold_share=min(cold, 1.0),
+        budget=budget,
     )

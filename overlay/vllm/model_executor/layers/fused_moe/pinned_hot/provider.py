@@ -38,11 +38,13 @@ from vllm.model_executor.layers.fused_moe.pinned_hot.device_backing import (
     device_backing,
 )
 from vllm.model_executor.layers.fused_moe.pinned_hot.file_backing import file_backing
+from vllm.model_executor.layers.fused_moe.pinned_hot.fingerprint import (
+    model_fingerprint,
+)
 from vllm.model_executor.layers.fused_moe.pinned_hot.hbm_budget import plan_hbm
 from vllm.model_executor.layers.fused_moe.pinned_hot.map_file import (
     ExpertMap,
     ExpertMapError,
-    Fingerprint,
     LayerMap,
     load_expert_map,
 )
@@ -85,28 +87,6 @@ def _backing(config: ExpertProviderConfig) -> RangeBacking:
         return file_backing(config.expert_cold_dir)
     device = torch.accelerator.current_device_index()
     return device_backing(device, config.peer_device)
-
-
-def model_fingerprint(model_config: ModelConfig, num_moe_layers: int) -> Fingerprint:
-    """Describe a model as an expert map does.
-
-    Args:
-        model_config: The target model.
-        num_moe_layers: Its MoE layers.
-
-    """
-    text_config = model_config.hf_text_config
-    intermediate = getattr(text_config, "moe_intermediate_size", None)
-    return Fingerprint(
-        architecture=model_config.architectures[0],
-        num_experts=model_config.get_num_experts(),
-        top_k=model_config.get_num_experts_per_tok(),
-        hidden_size=model_config.get_hidden_size(),
-        moe_intermediate_size=intermediate
-        or getattr(text_config, "intermediate_size", None),
-        num_moe_layers=num_moe_layers,
-        quantization=model_config.quantization,
-    )
 
 
 def _loads_draft_model(vllm_config: VllmConfig) -> bool:

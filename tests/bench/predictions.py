@@ -31,16 +31,7 @@ WITHIN = 0.15
 PACKAGE = "vllm.model_executor.layers.fused_moe"
 ARMS = ("all_hot", "matched", "foreign", "positional")
 
-MISSES = {
-    ("h200-ancestor-shape-byte-budget", "all_hot", 1): (
-        "both arms have every row in HBM; the resident step at one stream, from which "
-        "it is predicted, was between 1.56 and 2.18 ms over its runs"
-    ),
-    ("h200-ancestor-shape", "matched", 1): (
-        "its receipt says that this step is not explained: an earlier run with five "
-        "times its link bytes took 2.4 ms"
-    ),
-}
+MISSES: dict[tuple[str, str, int], str] = {}
 """Why a prediction is off, by receipt, arm and streams."""
 
 
@@ -122,28 +113,18 @@ def wrong_experts(served: dict[str, int], share: float, hot: int, cold: int) -> 
 
 
 def host_bytes_of(
-    receipt: dict[str, Any], arm: str, row: Any, cold: list[int], hot: int
+    receipt: dict[str, Any], arm: str, row: Any, cold: list[int]
 ) -> np.ndarray:
     """What an arm left outside HBM, `(layers, 2, experts)`."""
-    placement = import_module(f"{PACKAGE}.pinned_hot.placement")
     prediction = import_module(f"{PACKAGE}.expert_profile.predict")
     layers, experts = receipt["layers"], receipt["config"]["num_experts"]
     run = receipt["arms"][arm][0]
     if arm == "positional":
         return prediction.positional_host_bytes(layers, experts, row, run["cold_bytes"])
-    page = import_module(f"{PACKAGE}.expert_profile.row_bytes").DEVICE_PAGE_BYTES
-    ranking = [e for e in range(experts) if e not in set(cold)] + cold
-    share = receipt["cold_share_of_traffic"]
-    shares = [(1 - share) / hot] * hot + [share / len(cold)] * len(cold)
-    heat = placement.row_heat(ranking, shares, experts if arm == "all_hot" else hot)
-    tensors = row.tensors(experts)
-    budget = run["hot_bytes"] // layers
-    masks = placement.place_pages(tensors, [heat] * 2, budget, page)
-    layer = [
-        tensor.row_bytes - placement.hot_bytes_per_row(tensor, mask, page)
-        for tensor, mask in zip(tensors, masks, strict=True)
-    ]
-    return np.stack([np.stack(layer)] * layers)
+    row_bytes = import_module(f"{PACKAGE}.expert_profile.row_bytes")
+    kept = [e for e in range(experts) if arm == "all_hot" or e not in set(cold)]
+    layer = row_bytes.host_bytes(row, experts, kept, row_bytes.DEVICE_PAGE_BYTES)
+    return np.stack([layer] * layers)
 
 
 def compare(name: str, receipt: dict[str, Any]) -> list[Row]:
@@ -174,7 +155,7 @@ def compare(name: str, receipt: dict[str, Any]) -> list[Row]:
             resident = step_ms(receipt["arms"]["resident"], streams)
             predicted = prediction.predict(
                 counts,
-                host_bytes_of(receipt, arm, row, cold, hot),
+                host_bytes_of(receipt, arm, row, cold),
                 config["num_experts_per_tok"],
                 row,
                 prediction.Step(int(streams)),

@@ -274,8 +274,8 @@ def test_unknown_row_size_is_said(field, value):
 
 def test_host_bytes_of_cold_experts_leave_out_pages_of_hot_neighbours():
     row = ExpertRow(3 * PAGE // 2, PAGE, "test")
-    outside = host_bytes(row, (0, 2, 1, 3), (0.5, 0.3, 0.1, 0.1), 2, PAGE)
+    outside = host_bytes(row, 4, (0, 2), PAGE)
     # w13: 0 lies in pages 0-1, 1 in 1-2, 2 in 3-4, 3 in 4-5.
     assert outside[0].tolist() == [0, PAGE, 0, PAGE]
     assert outside[1].tolist() == [0, PAGE, 0, PAGE]
-    assert host_bytes(row, (0, 2, 1, 3), (0.5, 0.3, 0.1, 0.1), 4, PAGE).sum() == 0
+    assert host_bytes(row, 4, range(4), PAGE).sum() == 0

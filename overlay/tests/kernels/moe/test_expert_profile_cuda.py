@@ -152,7 +152,7 @@ def test_steps_that_run_ahead_and_wait_for_nothing(model, as_graph):
         route(layers, config, x, logits)
     before = route_recorder(layers).read()
     assert before.counts.sum() == 0
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         torch.cuda._sleep(STALL_CYCLES)

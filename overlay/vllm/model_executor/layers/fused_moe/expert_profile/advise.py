@@ -126,15 +126,11 @@ def place(
 ) -> Placement:
     """Place rows by counts, under given cuts."""
     rankings = rank(counts)
-    ranked = np.take_along_axis(np.asarray(counts, dtype=np.float64), rankings, axis=1)
-    shares = ranked / np.maximum(ranked.sum(axis=1, keepdims=True), 1e-300)
     cuts = np.asarray(cuts)
     outside = np.stack(
         [
-            host_bytes(row, ranking, share, hot, page_bytes)
-            for ranking, share, hot in zip(
-                rankings.tolist(), shares.tolist(), cuts.tolist(), strict=True
-            )
+            host_bytes(row, len(ranking), ranking[:hot], page_bytes)
+            for ranking, hot in zip(rankings.tolist(), cuts.tolist(), strict=True)
         ]
     )
     return Placement(hot_mask(rankings, cuts), outside)

@@ -16,7 +16,6 @@ ones with the map that was in force.
 (`prefill` or `decode`) and `request`.
 """
 
-import base64
 import csv
 import io
 import json
@@ -27,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pybase64 as base64
 
 from vllm.model_executor.layers.fused_moe.expert_profile.errors import (
     ExpertPlanError,

@@ -21,10 +21,8 @@ from vllm.model_executor.layers.fused_moe.pinned_hot.map_file import (
 )
 from vllm.model_executor.layers.fused_moe.pinned_hot.placement import (
     RowTensor,
-    hot_budget,
     hot_bytes_per_row,
-    place_pages,
-    row_heat,
+    hot_pages,
 )
 from vllm.utils.math_utils import cdiv
 
@@ -142,7 +140,8 @@ def hot_page_bytes(
         Whole pages of both tensors, in bytes.
 
     """
-    return hot_budget(row.tensors(num_experts), hot_rows, page_bytes)
+    masks = (hot_pages(x, hot_rows, page_bytes) for x in row.tensors(num_experts))
+    return sum(int(mask.sum()) for mask in masks) * page_bytes
 
 
 def map_host_bytes(
@@ -152,41 +151,31 @@ def map_host_bytes(
     layers = (expert_map.layers[name] for name in layer_names)
     return np.stack(
         [
-            host_bytes(row, layer.ranking, layer.share, layer.hot, page_bytes)
+            host_bytes(row, len(layer.ranking), layer.hot_rows, page_bytes)
             for layer in layers
         ]
     )
 
 
 def host_bytes(
-    row: ExpertRow,
-    ranking: Sequence[int],
-    share: Sequence[float],
-    hot: int,
-    page_bytes: int,
+    row: ExpertRow, num_experts: int, hot_rows: Sequence[int], page_bytes: int
 ) -> np.ndarray:
-    """Bytes of each expert that a layer's map leaves outside HBM.
+    """Bytes of each expert that some hot rows of a layer leave outside HBM.
 
     A cold expert whose neighbours are hot lies partly in their pages.
 
     Args:
         row: Size of an expert.
-        ranking: Experts, hottest first.
-        share: Their share of the selections, in the same order.
-        hot: Rows to keep hot.
+        num_experts: Experts of the layer, E.
+        hot_rows: Expert ids to keep hot.
         page_bytes: Page size in bytes.
 
     Returns:
         `(2, E)` int64: bytes of `w13_weight` and of `w2_weight`.
 
     """
-    tensors = row.tensors(len(ranking))
-    heat = row_heat(ranking, share, hot)
-    budget = hot_budget(tensors, ranking[:hot], page_bytes)
-    masks = place_pages(tensors, [heat] * 2, budget, page_bytes)
-    return np.stack(
-        [
-            tensor.row_bytes - hot_bytes_per_row(tensor, mask, page_bytes)
-            for tensor, mask in zip(tensors, masks, strict=True)
-        ]
-    )
+    outside = []
+    for tensor in row.tensors(num_experts):
+        mask = hot_pages(tensor, hot_rows, page_bytes)
+        outside.append(tensor.row_bytes - hot_bytes_per_row(tensor, mask, page_bytes))
+    return np.stack(outside)

@@ -180,7 +180,7 @@ def _parity(receipts: Receipts) -> tuple[list[str], list[str]]:
 
 
 def _case(case: Mapping[str, Any]) -> str:
-    fields = ("kernel", "quantization", "dtype", "mode")
+    fields = ("method", "kernel", "quantization", "dtype", "mode", "runner")
     return ", ".join(str(case[key]) for key in fields if case.get(key))
 
 
@@ -247,7 +247,7 @@ def _graphs(receipts: Receipts, stats: Stats) -> tuple[str, bool]:
             verdict = case.get("equal", case.get("tokens_equal"))
             if "graph" in str(case.get("mode", "")).lower() and verdict is not None:
                 word = "equal to" if verdict else "different from"
-                found.append(f"{case['mode']}: {word} stock ({name})")
+                found.append(f"{_case(case)}: {word} stock ({name})")
     if found:
         return f"They stay on. {'; '.join(found)}.", True
     return "Not shown: no receipt has them.", False

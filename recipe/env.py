@@ -34,7 +34,8 @@ def env_dir(flavor: Flavor) -> Path:
 def test_requirements() -> list[str]:
     """Return what the tests need beside vLLM, as ``pyproject.toml`` says."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [*project["dependencies"], *project["optional-dependencies"]["pictures"]]
+    optional = project["optional-dependencies"]
+    return [*project["dependencies"], *optional["pictures"], *optional["next"]]
 
 
 def install_command(

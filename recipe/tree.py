@@ -19,6 +19,7 @@ from recipe.apply import (
     extract,
     touched_paths,
 )
+from recipe.env import locked
 from recipe.errors import RecipeError
 from recipe.lock import load_lock
 from recipe.patch import Patch
@@ -177,6 +178,12 @@ def patched_tree(flavor: str, pin: Pin | None = None) -> Path:
     pin = pin or load_pin()
     name = f"{pin.name}-{flavor}-{series_digest()[:16]}"
     path = cache_dir() / "trees" / name
+    with locked(path.parent):
+        _make_patched(path, flavor, pin)
+    return path
+
+
+def _make_patched(path: Path, flavor: str, pin: Pin) -> None:
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         for old in path.parent.iterdir():
@@ -191,7 +198,6 @@ def patched_tree(flavor: str, pin: Pin | None = None) -> Path:
                 build_tree(pin.any_flavor.name, mixed, pin=pin, native=False)
                 _borrow_machine_code(mixed, load_pin().flavor(flavor))
                 mixed.rename(path)
-    return path
 
 
 def _borrow_machine_code(root: Path, flavor: Flavor) -> None:

@@ -137,7 +137,7 @@ def test_preempted_and_drafted_tokens_are_counted(generate, trees, tmp_path):
     assert prefill + decode == rows
     assert prefill > fed["prompt"] and decode >= fed["later"]
     assert_exact(path, prefill, decode)
-    assert "Expert weights: 5 layers, 80 rows hot" in ours["log"]
+    assert "80 rows hot: " in ours["log"]
 
 
 class Server:

@@ -1,4 +1,4 @@
-"""Docker with a daemon and a registry of this session, by both of its builders.
+"""Docker with a daemon and a registry of the tests' own, by both of its builders.
 
 F4 here with a real registry: a base that is named by digest is pulled, recorded, and
 stays what it is when its tag is pushed again.

@@ -25,7 +25,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 RECEIPTS = ROOT / "recipe" / "receipts"
 PAGE = ROOT / "docs" / "predictions.md"
-BEGIN, END = "<!-- predictions: begin -->", "<!-- predictions: end -->"
+PART = "predictions"
 NEEDED = ("shape", "layers", "config", "engine", "cold_share_of_traffic", "arms")
 WITHIN = 0.15
 PACKAGE = "vllm.model_executor.layers.fused_moe"
@@ -191,19 +191,15 @@ def markdown(rows: list[Row]) -> str:
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 
-def filled(page: str, table: str) -> str:
-    """Put the table between the page's markers."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
-
-
 def main() -> None:
     """Print or write the table, and what a test wants to know as the last line."""
     rows = [row for name, receipt in usable().items() for row in compare(name, receipt)]
     table = markdown(rows)
     if sys.argv[1:] == ["--write"]:
-        PAGE.write_text(filled(PAGE.read_text(), table))
+        # The script runs in the patched vLLM's Python, beside the tooling.
+        sys.path.append(str(ROOT))
+        replace_part = import_module("recipe.generated").replace_part
+        PAGE.write_text(replace_part(PAGE, PART, table))
     elif sys.argv[1:] == ["--json"]:
         found = [vars(row) | {"error": row.error} for row in rows]
         print(json.dumps({"rows": found, "table": table}))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from recipe.generated import replace_part
 from recipe.receipts import load_receipts
 from recipe.tree import patched_tree
 
@@ -80,4 +81,4 @@ def test_the_table_in_the_docs_is_this_one(
 ) -> None:
     """Written by `python tests/bench/predictions.py --write`."""
     page = predictions.PAGE.read_text()
-    assert page == predictions.filled(page, found["table"])
+    assert page == replace_part(predictions.PAGE, predictions.PART, found["table"])

@@ -267,8 +267,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--commit", default="", help="commit of the series")
     parser.add_argument("--limit-s", type=float, default=300, help="for one arm")
+    parser.add_argument(
+        "--last-start-s",
+        type=float,
+        default=float("inf"),
+        help="start no arm later than this, but the last resident one",
+    )
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    begin = time.monotonic()
     shape = SHAPES[args.shape]
     layers = args.layers or shape["layers"]
     experts, hot = shape["num_experts"], shape["hot"]
@@ -311,7 +318,12 @@ def main() -> None:
         (folder / "model").mkdir()
         (folder / "model/config.json").write_text(json.dumps(config))
         wanted = args.arms.split(",")
-        for arm in [*wanted, *(["resident"] if "resident" in wanted else [])]:
+        again = ["resident"] if "resident" in wanted else []
+        for number, arm in enumerate([*wanted, *again]):
+            late = time.monotonic() - begin > args.last_start_s
+            if late and number < len(wanted):
+                print(f"{arm:>10}: left out, it is too late")
+                continue
             job = {
                 "arm": arm,
                 "model": str(folder / "model"),

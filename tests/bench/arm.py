@@ -166,7 +166,6 @@ def main() -> None:
         "served": {},
         "distinct_cold": {},
         "experts_us_per_layer": {},
-        "recorded": {},
         "versions": {
             "torch": torch.__version__,
             "triton": version("triton"),
@@ -226,7 +225,8 @@ def main() -> None:
         result["distinct_cold"][streams] = strategy.distinct_cold(streams)
         if job["arm"] == "counting":
             core = llm.llm_engine.engine_core.engine_core
-            result["recorded"][streams] = core.dump_expert_profile()
+            recorded = result.setdefault("recorded", {})
+            recorded[streams] = core.dump_expert_profile()
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             timed(streams, PROFILED_TOKENS)
         experts_us = sum(

@@ -250,11 +250,13 @@ def check_path_ran(arms: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def hardware() -> dict[str, str]:
-    """The GPU and its driver, as nvidia-smi names them."""
+    """The GPU, its driver and its link, as nvidia-smi names them."""
     names = ("name", "driver_version", "pcie.link.gen.max", "pcie.link.width.max")
     query = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
     line = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()[0]
-    return dict(zip(names, (x.strip() for x in line.split(",")), strict=True))
+    name, driver, generation, width = (x.strip() for x in line.split(","))
+    link = f"PCIe gen {generation} x{width}"
+    return {"name": name, "driver_version": driver, "link": link}
 
 
 def main() -> None:
@@ -359,6 +361,7 @@ def main() -> None:
                     sys.exit("positional needs matched before it, to match its bytes")
                 job["engine"]["expert_provider"] = "positional"
             ran = run_arm(job, folder, args.limit_s)
+            receipt["versions"] = {"vllm": "the pin"} | ran.pop("versions")
             arms.setdefault(arm, []).append(ran | {"layers": layers})
             # After every arm, so that what was measured survives a time limit.
             receipt |= {"arms": arms, "ratios": ratios(arms)}

@@ -68,7 +68,9 @@ def _ratio_table(ratios: dict[str, float]) -> list[str]:
         "|---" * (len(columns) + 1) + "|",
     ]
     for what, row in cells.items():
-        values = (f"{row[c]:.2f}" if c in row else "–" for c in columns)
+        # A tax is a small share of a step.
+        form = "{:+.1%}" if what.endswith("_tax") else "{:.2f}"
+        values = (form.format(row[c]) if c in row else "–" for c in columns)
         lines.append(f"| `{what}` | " + " | ".join(values) + " |")
     return lines
 
@@ -76,9 +78,13 @@ def _ratio_table(ratios: dict[str, float]) -> list[str]:
 def _parity_table(cases: list[dict[str, Any]]) -> list[str]:
     lines = ["| case | result |", "|---|---|"]
     for case in cases:
-        verdict = case["tokens_equal"]
         words = [str(case[key]) for key in CASE_FIELDS if case.get(key)]
-        shown = {True: "equal", False: "differs", None: "not shown"}[verdict]
+        if "differing_share" in case:
+            share = case["differing_share"]
+            shown = f"{share:.3%} of the selections differ" if share else "equal"
+        else:
+            verdict = case["tokens_equal"]
+            shown = {True: "equal", False: "differs", None: "not shown"}[verdict]
         lines.append(f"| {', '.join(words)} | {shown} |")
     return lines
 

@@ -8,9 +8,11 @@ shape and skew would have.
 
 import json
 import os
+import platform
 import statistics
 import sys
 import time
+from importlib.metadata import version
 from typing import Any
 
 os.environ.update(
@@ -164,6 +166,11 @@ def main() -> None:
         "served": {},
         "distinct_cold": {},
         "experts_us_per_layer": {},
+        "versions": {
+            "torch": torch.__version__,
+            "triton": version("triton"),
+            "python": platform.python_version(),
+        },
     }
     free, total = torch.cuda.mem_get_info()
     result["device_bytes_used"] = total - free
@@ -174,7 +181,8 @@ def main() -> None:
     ]
     there = [layer for layer in layers if layer is not None]
     if there and job["arm"] != "positional":
-        backing = device_backing(torch.accelerator.current_device_index())
+        peer = llm.llm_engine.vllm_config.offload_config.experts.peer_device
+        backing = device_backing(torch.accelerator.current_device_index(), peer)
         result["cold_bytes_per_s"] = backing.cold_bytes_per_s
     result["hot_bytes"] = sum(layer.hot_bytes for layer in there)
     result["cold_bytes"] = sum(layer.cold_bytes for layer in there)
@@ -215,6 +223,10 @@ def main() -> None:
         }
         result["served"][streams] = strategy.served()
         result["distinct_cold"][streams] = strategy.distinct_cold(streams)
+        if job["arm"] == "counting":
+            core = llm.llm_engine.engine_core.engine_core
+            recorded = result.setdefault("recorded", {})
+            recorded[streams] = core.dump_expert_profile()
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             timed(streams, PROFILED_TOKENS)
         experts_us = sum(

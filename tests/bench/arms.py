@@ -3,8 +3,10 @@
     python tests/bench/arms.py --shape ancestor --layers 10 --out receipt.json
 
 Every arm has its own process, the same commit, the same KV pool, the same routes and
-full CUDA graphs. Resident runs first and last. The receipt has the arms with their
-bytes and counts, the spread, and flat ratios; a ratio above 1 is better.
+full CUDA graphs. Resident runs first and last; `counting` is resident with recording
+on, `peer` is matched with its cold rows in a second GPU's memory. The receipt has the
+arms with their bytes and counts, the spread, and flat ratios; above 1 is better, except
+for taxes.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,11 @@ STREAMS = (1, 8, 16)
 COLD_SHARE = 0.0175
 FOREIGN_SHARE = 0.11
 TOKENS = (16, 112)
+# Steps of these arms are many times longer, and vary less.
+SLOW = ("positional", "foreign")
+SLOW_TOKENS = (16, 48)
+SLOW_REPEATS = 2
+PINNED = ("all_hot", "matched", "peer", "foreign")
 KV_BYTES = 2 << 30
 
 
@@ -111,6 +119,7 @@ def run_arm(job: dict[str, Any], folder: Path, limit_s: float) -> dict[str, Any]
     """Run one arm and return its result."""
     job = job | {"result": str(folder / "result.json")}
     log = folder / f"{job['arm']}.log"
+    begin = time.monotonic()
     with log.open("a") as file:
         status = subprocess.run(
             [sys.executable, str(ARM)],
@@ -124,7 +133,8 @@ def run_arm(job: dict[str, Any], folder: Path, limit_s: float) -> dict[str, Any]
         sys.exit(f"arm {job['arm']} failed:\n{log.read_text()[-4000:]}")
     result: dict[str, Any] = json.loads(Path(job["result"]).read_text())
     print(
-        f"{job['arm']:>10}: load {result['load_s']:.0f} s, "
+        f"{job['arm']:>10}: load {result['load_s']:.0f} s "
+        f"of {time.monotonic() - begin:.0f} s, "
         + ", ".join(
             f"C{c} {step['median']:.3f} ms" for c, step in result["steps_ms"].items()
         )
@@ -155,11 +165,13 @@ def ratios(arms: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
             # One stream's step is bound by the host; its kernels are not.
             name = f"all_hot_over_resident_kernels_c{streams}"
             found[name] = kernels("resident", streams) / kernels("all_hot", streams)
-        for arm in ("all_hot", "matched", "positional", "foreign"):
+        for arm in (*PINNED, "positional"):
             if arm in arms:
                 name = f"{arm}_over_resident_c{streams}"
                 found[name] = resident / step(arm, streams)
-        for arm in ("matched", "foreign"):
+        if "counting" in arms:
+            found[f"counting_tax_c{streams}"] = step("counting", streams) / resident - 1
+        for arm in ("matched", "peer", "foreign"):
             if arm in arms and "positional" in arms:
                 name = f"{arm}_over_positional_c{streams}"
                 found[name] = step("positional", streams) / step(arm, streams)
@@ -168,7 +180,7 @@ def ratios(arms: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
             first["steps_ms"][str(streams)]["median"]
             / last["steps_ms"][str(streams)]["median"]
         )
-    for arm in ("all_hot", "matched", "positional", "foreign"):
+    for arm in (*PINNED, "positional"):
         if arm in arms:
             stock, other = arms["resident"][0], arms[arm][0]
             name = f"{arm}_over_resident_prefill"
@@ -223,34 +235,49 @@ def time_budget(
 
 def check_path_ran(arms: dict[str, list[dict[str, Any]]]) -> None:
     """Refuse a measurement in which the arms did not differ."""
+    for run in arms.get("counting", ()):
+        if not all(counts["tokens_decode"] for counts in run["recorded"].values()):
+            sys.exit(f"counting: {run['recorded']} tokens were recorded")
     for run in arms["matched"]:
         for streams, served in run["served"].items():
             if not served["hot"] or not served["cold"]:
                 sys.exit(f"matched, C{streams}: no {served} rows of one kind served")
         if not run["hot_bytes"] or not run["cold_bytes"]:
             sys.exit("matched: one kind of memory is empty")
-    if arms["resident"][0]["cold_bytes"] or arms["all_hot"][0]["cold_bytes"]:
-        sys.exit("an arm that should be resident has cold bytes")
+    for run in (*arms["resident"], *arms.get("all_hot", ())):
+        if run["cold_bytes"]:
+            sys.exit(f"{run['arm']}, which should be resident, has cold bytes")
 
 
 def hardware() -> dict[str, str]:
-    """The GPU and its driver, as nvidia-smi names them."""
+    """The GPU, its driver and its link, as nvidia-smi names them."""
     names = ("name", "driver_version", "pcie.link.gen.max", "pcie.link.width.max")
     query = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
     line = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()[0]
-    return dict(zip(names, (x.strip() for x in line.split(",")), strict=True))
+    name, driver, generation, width = (x.strip() for x in line.split(","))
+    link = f"PCIe gen {generation} x{width}"
+    return {"name": name, "driver_version": driver, "link": link}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--arms", default="resident,all_hot,matched,positional,foreign")
+    parser.add_argument(
+        "--arms", default="resident,counting,all_hot,matched,positional,foreign"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--commit", default="", help="commit of the series")
     parser.add_argument("--limit-s", type=float, default=300, help="for one arm")
+    parser.add_argument(
+        "--last-start-s",
+        type=float,
+        default=float("inf"),
+        help="start no arm later than this, but the last resident one",
+    )
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    begin = time.monotonic()
     shape = SHAPES[args.shape]
     layers = args.layers or shape["layers"]
     experts, hot = shape["num_experts"], shape["hot"]
@@ -293,7 +320,12 @@ def main() -> None:
         (folder / "model").mkdir()
         (folder / "model/config.json").write_text(json.dumps(config))
         wanted = args.arms.split(",")
-        for arm in [*wanted, *(["resident"] if "resident" in wanted else [])]:
+        again = ["resident"] if "resident" in wanted else []
+        for number, arm in enumerate([*wanted, *again]):
+            late = time.monotonic() - begin > args.last_start_s
+            if late and number < len(wanted):
+                print(f"{arm:>10}: left out, it is too late")
+                continue
             job = {
                 "arm": arm,
                 "model": str(folder / "model"),
@@ -307,10 +339,12 @@ def main() -> None:
                     run["cold_bytes"] for run in arms.get("matched", [])
                 ),
                 "streams": STREAMS,
-                "tokens": TOKENS,
-                "repeats": args.repeats,
+                "tokens": SLOW_TOKENS if arm in SLOW else TOKENS,
+                "repeats": min(args.repeats, SLOW_REPEATS)
+                if arm in SLOW
+                else args.repeats,
             }
-            if arm in ("all_hot", "matched", "foreign"):
+            if arm in PINNED:
                 cut = experts if arm == "all_hot" else hot
                 path = folder / f"{arm}.json"
                 made = expert_map(shape, layers, job["map_cold"], cut)
@@ -318,21 +352,25 @@ def main() -> None:
                 job["engine"] |= {
                     "expert_provider": "pinned_hot",
                     "expert_map": str(path),
+                    "expert_cold_tier": "peer:1" if arm == "peer" else "host",
                 }
+            elif arm == "counting":
+                job["engine"]["expert_profile_out"] = str(folder / "profile")
             elif arm == "positional":
                 if "matched" not in arms:
                     sys.exit("positional needs matched before it, to match its bytes")
                 job["engine"]["expert_provider"] = "positional"
             ran = run_arm(job, folder, args.limit_s)
+            receipt["versions"] = {"vllm": "the pin"} | ran.pop("versions")
             arms.setdefault(arm, []).append(ran | {"layers": layers})
             # After every arm, so that what was measured survives a time limit.
             receipt |= {"arms": arms, "ratios": ratios(arms)}
-            for name in {"matched", "foreign"} & arms.keys():
+            for name in {"matched", "peer", "foreign"} & arms.keys():
                 budget = time_budget(arms["resident"][0], arms[name][0], layers)
                 receipt["time_budget"] = receipt.get("time_budget", {}) | {name: budget}
             args.out.write_text(json.dumps(receipt, indent=1) + "\n")
     print(json.dumps(receipt["ratios"], indent=1))
-    if {"matched", "resident", "all_hot"} <= arms.keys():
+    if {"matched", "resident"} <= arms.keys():
         check_path_ran(arms)
 
 

@@ -30,6 +30,8 @@ NEEDED = ("shape", "layers", "config", "engine", "cold_share_of_traffic", "arms"
 WITHIN = 0.15
 PACKAGE = "vllm.model_executor.layers.fused_moe"
 ARMS = ("all_hot", "matched", "foreign", "positional")
+# What the others are predicted from, and recording, which places nothing.
+UNPREDICTED = ("resident", "counting")
 
 MISSES: dict[tuple[str, str, int], str] = {}
 """Why a prediction is off, by receipt, arm and streams."""

@@ -57,7 +57,7 @@ def test_every_receipt_of_the_benchmark_is_predicted(
         for name, receipt in load_receipts().items()
         if "shape" in receipt
         for arm in receipt["arms"]
-        if arm != "resident"
+        if arm not in predictions.UNPREDICTED
         for streams in receipt["arms"][arm][0]["steps_ms"]
     }
     rows = {(row["receipt"], row["arm"], row["streams"]) for row in found["rows"]}

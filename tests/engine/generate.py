@@ -31,6 +31,37 @@ def residency(model: Any) -> list[dict[str, int]]:
     return found
 
 
+def places(model: Any) -> dict[str, Any]:
+    """Where the driver has the pages of a rank's expert ranges, bytes by memory."""
+    import torch
+    from cuda.bindings import driver
+
+    def ask(function: Any, *args: Any) -> Any:
+        status, *values = function(*args)
+        assert status == driver.CUresult.CUDA_SUCCESS, (function.__name__, status)
+        return values[0] if values else None
+
+    page_bytes = 2 << 20
+    on_gpu = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    found: dict[str, int] = {}
+    for module in model.modules():
+        provider = getattr(module, "expert_provider", None)
+        if provider is None or provider.residency() is None:
+            continue
+        for name in ("w13_weight", "w2_weight"):
+            rows = getattr(module, name)
+            for start in range(0, rows.nbytes, page_bytes):
+                address = rows.data_ptr() + start
+                handle = ask(driver.cuMemRetainAllocationHandle, address)
+                location = ask(
+                    driver.cuMemGetAllocationPropertiesFromHandle, handle
+                ).location
+                ask(driver.cuMemRelease, handle)
+                place = f"GPU {location.id}" if location.type == on_gpu else "host"
+                found[place] = found.get(place, 0) + page_bytes
+    return {"device": torch.accelerator.current_device_index(), "bytes": found}
+
+
 def status_bytes(field: str) -> int:
     """A size from the process's status, such as RssAnon, what cannot be reclaimed."""
     with open("/proc/self/status") as file:
@@ -123,6 +154,8 @@ def main() -> None:
             llm.collective_rpc("reload_weights")
         elif step == "residency":
             result["residency"] = llm.apply_model(residency)[0]
+        elif step == "places":
+            result["places"] = llm.apply_model(places)
     result["anon_bytes"] = status_bytes("RssAnon")
     result["counts"] = {name: total.tolist() for name, total in counts.items()}
     with open(job["result"], "w") as file:

@@ -1,11 +1,13 @@
 """Engines on a CUDA GPU, over whatever patched vLLM this Python imports."""
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +44,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def script(tmp_path: Path) -> Script:
-    """Run a script that reads a JSON job and writes a JSON result."""
+    """Run a script that reads a JSON job and writes a JSON result.
+
+    Several may run at once, from threads.
+    """
+    numbers = itertools.count()
 
     def run(
         path: Path, job: dict[str, Any], env: dict[str, str] | None = None
     ) -> dict[str, Any]:
-        result = tmp_path / f"{path.stem}.json"
+        result = tmp_path / f"{path.stem}{next(numbers)}.json"
         process = subprocess.run(
             [sys.executable, str(path)],
             input=json.dumps(job | {"result": str(result)}),
@@ -64,6 +70,12 @@ def script(tmp_path: Path) -> Script:
         return answer | {"status": 0, "log": output}
 
     return run
+
+
+def at_once(script: Script, runs: Sequence[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """Run scripts side by side, and return their results in order."""
+    with ThreadPoolExecutor(len(runs)) as pool:
+        return list(pool.map(lambda run: script(*run), runs))
 
 
 def expert_map(config: dict[str, Any], hot: int) -> dict[str, Any]:

@@ -1,26 +1,15 @@
-"""--expert-profile-out in the real engine on a CUDA GPU: graphs count what eager does.
+"""--expert-profile-out in the real engine on a CUDA GPU: graphs count as eager does."""
 
-Runs the vLLM that is importable, which must be the patched one:
-
-    python -m pytest -p no:cacheprovider --noconftest -m gpu tests/gpu/test_profile.py
-"""
-
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from .conftest import CONFIG, GENERATE, KV_CACHE_BYTES, MODEL, Script, at_once
+
 pytestmark = pytest.mark.gpu
 
-ROOT = Path(__file__).parents[2]
-MODEL = ROOT / "fixtures" / "tiny-moe"
-SCRIPT = ROOT / "tests" / "engine" / "generate.py"
-CONFIG = json.loads((MODEL / "config.json").read_text())
 DOMAINS = json.loads((MODEL / "prompts.json").read_text())["prompts"]
 TOP_K = CONFIG["num_experts_per_tok"]
 PROMPTS = [prompt for domain in DOMAINS.values() for prompt in domain]
@@ -47,48 +36,24 @@ STEPS = ("dump", "generate", "dump", "generate", "dump", "generate one", "dump")
 DIFFERING_ROUTES = 0.02
 
 
-def run(folder: Path, mode: str, v2: bool) -> tuple[Any, Any]:
-    """Run one engine; return what it wrote down and the counts of its profile."""
-    from safetensors.numpy import load_file
-
-    result, path = folder / "result.json", folder / "profile"
+def job(path: Path, mode: str) -> dict[str, Any]:
+    """An engine that records its routes in a file, and what it is asked."""
     engine = {
         "dtype": "float32",
         "max_model_len": 512,
-        "gpu_memory_utilization": 0.3,
+        # Several engines share the GPU.
+        "gpu_memory_utilization": 0.05,
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
         "max_num_batched_tokens": 256,
         "expert_profile_out": str(path),
     }
-    job = {
+    return {
         "model": str(MODEL),
         "engine": engine | MODES[mode],
         "prompts": PROMPTS,
         "max_tokens": 24,
         "steps": STEPS,
-        "result": str(result),
     }
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)],
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-        env=os.environ | {"VLLM_USE_V2_MODEL_RUNNER": str(int(v2))},
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
-    found = json.loads(result.read_text())
-    assert found["v2_runner"] == v2
-    return found, load_file(path)
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["v1_runner", "v2_runner"])
-def eager(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[bool, Any]:
-    """Which model runner, and what it counts without graphs."""
-    if importlib.util.find_spec("vllm.config.expert_profile") is None:
-        pytest.skip("the importable vLLM is not the patched one")
-    counts = exact(*run(tmp_path_factory.mktemp("eager"), "eager", request.param))
-    return request.param, counts
 
 
 def exact(found: Any, counts: Any) -> Any:
@@ -109,11 +74,29 @@ def exact(found: Any, counts: Any) -> Any:
     return counts
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "eager"])
-def test_graphs_count_what_eager_counts(tmp_path: Path, eager: Any, mode: str) -> None:
+@pytest.mark.parametrize("v2", (False, True), ids=["v1_runner", "v2_runner"])
+def test_graphs_count_what_eager_counts(
+    v2: bool, script: Script, tmp_path: Path
+) -> None:
     """C4, C5, C7, C8, C12: start-up alone, padded batches, cached prompts."""
-    v2, expected = eager
-    counts = exact(*run(tmp_path, mode, v2))
-    for name in expected:
-        differing = abs(counts[name] - expected[name]).sum() / 2
-        assert differing <= DIFFERING_ROUTES * expected[name].sum()
+    from safetensors.numpy import load_file
+
+    runs = []
+    for mode in MODES:
+        env = {
+            "VLLM_USE_V2_MODEL_RUNNER": str(int(v2)),
+            "VLLM_CACHE_ROOT": str(tmp_path / f"cache_{mode}"),
+        }
+        runs.append((GENERATE, job(tmp_path / mode, mode), env))
+    counts = {}
+    for mode, found in zip(MODES, at_once(script, runs), strict=True):
+        assert found["status"] == 0, found["log"][-6000:]
+        assert found["v2_runner"] == v2
+        counts[mode] = exact(found, load_file(tmp_path / mode))
+    shares = {}
+    for mode in counts.keys() - {"eager"}:
+        for name, expected in counts["eager"].items():
+            differing = abs(counts[mode][name] - expected).sum() / 2
+            shares[f"{mode} {name}"] = differing / expected.sum()
+    print(json.dumps({"v2": v2, "differing": shares, "dumps": found["dumps"]}))
+    assert max(shares.values()) <= DIFFERING_ROUTES

@@ -45,15 +45,20 @@ def test_ratio_names_have_one_form(tmp_path: Path) -> None:
 def test_tables(tmp_path: Path) -> None:
     write(
         tmp_path,
-        ratios={"a_over_b_c1": 1.234, "a_over_b_c16": 0.5},
+        ratios={"a_over_b_c1": 1.234, "a_over_b_c16": 0.5, "a_tax_c16": 0.0147},
         parity=[
             {"mode": "K", "tokens_equal": True},
             {"mode": "L", "runner": "V1", "tokens_equal": None},
+            {"mode": "M", "differing_share": 0},
+            {"mode": "N", "differing_share": 0.00012},
         ],
     )
     table = render(load_receipts(tmp_path))
     assert "| `a_over_b` | 1.23 | 0.50 |" in table
+    assert "| `a_tax` | – | +1.5% |" in table
     assert "| K | equal |" in table and "| L, V1 | not shown |" in table
+    assert "| M | equal |" in table
+    assert "| N | 0.012% of the selections differ |" in table
 
 
 def test_markers_must_be_there(tmp_path: Path) -> None:

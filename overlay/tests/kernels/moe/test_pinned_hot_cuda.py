@@ -41,6 +41,11 @@ pytestmark = [
     pytest.mark.skipif(not current_platform.is_cuda(), reason="needs a CUDA GPU"),
 ]
 
+needs_two_gpus = pytest.mark.skipif(
+    torch.accelerator.device_count() < 2, reason="needs two GPUs"
+)
+TIERS = ("host", pytest.param("peer:1", marks=needs_two_gpus))
+MEMORIES = {"host": "host memory", "peer:1": "memory of GPU 1"}
 PAGE = 2 << 20
 E, TOP_K, HIDDEN, INTERMEDIATE = 32, 4, 1024, 768
 MODEL = {
@@ -276,7 +281,8 @@ def fresh_maps():
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_layer_is_bit_identical(tmp_path, name, monkeypatch):
+@pytest.mark.parametrize("tier", TIERS)
+def test_layer_is_bit_identical(tmp_path, tier, name, monkeypatch):
     kind = KINDS[name]
     options = {
         "dtype": kind.dtype,
@@ -306,11 +312,16 @@ def test_layer_is_bit_identical(tmp_path, name, monkeypatch):
             )
             path = tmp_path / f"map{hot}.json"
             path.write_text(made.to_json())
-            flags = {"expert_provider": "pinned_hot", "expert_map": str(path)}
+            flags = {
+                "expert_provider": "pinned_hot",
+                "expert_map": str(path),
+                "expert_cold_tier": tier,
+            }
             config = engine_config(model, **options, **flags)
             with set_current_vllm_config(config):
                 layer = load(config, kind)
                 residency = layer.expert_provider.residency()
+                assert residency.memories == ("HBM", MEMORIES[tier])
                 # Pages of hot rows may cover neighbours that are smaller than a page.
                 assert hot <= residency.hot_rows, residency
                 assert residency.hot_rows + residency.cold_rows == E, residency
@@ -387,10 +398,10 @@ def test_range_is_an_ordinary_tensor(backing, pattern):
     assert torch.equal(home[3], source[3])
 
 
-def device_bytes():
+def device_bytes(device=None):
     torch.accelerator.synchronize()
     torch.accelerator.empty_cache()
-    return torch.accelerator.get_memory_info()[0]
+    return torch.accelerator.get_memory_info(device)[0]
 
 
 def test_driver_counts_hot_pages_only(backing):
@@ -407,6 +418,24 @@ def test_driver_counts_hot_pages_only(backing):
     del view
     gc.collect()
     assert device_bytes() == before
+
+
+@needs_two_gpus
+def test_peer_holds_the_cold_pages():
+    from vllm.model_executor.layers.fused_moe.pinned_hot.device_backing import (
+        DeviceBacking,
+    )
+
+    source = torch.arange(64 * PAGE, device="cuda:0", dtype=torch.uint8)
+    hot = np.arange(64) % 3 == 0
+    before = [device_bytes(device) for device in (0, 1)]
+    home = DeviceBacking(0, peer=1).build(source, hot, "layer.weight")
+    taken = [free - device_bytes(device) for device, free in enumerate(before)]
+    assert taken == [hot.sum() * PAGE, (~hot).sum() * PAGE]
+    assert torch.equal(home, source) and home.device == source.device
+    del home
+    gc.collect()
+    assert [device_bytes(device) for device in (0, 1)] == before
 
 
 def test_many_lives(backing):

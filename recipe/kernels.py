@@ -19,10 +19,12 @@ _METHODS = ("FusedMoEMethodBase", "OnlineMoEMethodBase", "CompressedTensorsMoEMe
 
 Pair = tuple[str, str]
 """A quantization method and an experts class."""
+# A call's first argument in the table, or the keyword that says the same.
+_LAYOUTS = {"range": 0, "split": "split"}
 
 
-def admitted(source: str) -> set[Pair]:
-    """Read the pairs that the overlay's table admits.
+def admitted(source: str) -> dict[str, set[Pair]]:
+    """Read the pairs that the overlay's table admits, by layout.
 
     Args:
         source: Text of the overlay's ``tensors.py``.
@@ -36,13 +38,27 @@ def admitted(source: str) -> set[Pair]:
             except ValueError:
                 continue
         if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict):
-            return {
-                (ast.literal_eval(method), kernel)
+            calls = {
+                ast.literal_eval(method): _arguments(call)
                 for method, call in zip(node.value.keys, node.value.values, strict=True)
                 if method is not None and isinstance(call, ast.Call)
-                for kernel in _strings(call.args[0], values)
+            }
+            return {
+                layout: {
+                    (method, kernel)
+                    for method, arguments in calls.items()
+                    if place in arguments
+                    for kernel in _strings(arguments[place], values)
+                }
+                for layout, place in _LAYOUTS.items()
             }
     raise RecipeError(f"{TABLE}: no table of methods; kernels.py must learn its form")
+
+
+def _arguments(call: ast.Call) -> dict[int | str | None, ast.expr]:
+    """Arguments of a call by place or keyword."""
+    found: dict[int | str | None, ast.expr] = dict(enumerate(call.args))
+    return found | {keyword.arg: keyword.value for keyword in call.keywords}
 
 
 def _strings(node: ast.expr, values: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
@@ -54,15 +70,20 @@ def _strings(node: ast.expr, values: Mapping[str, tuple[str, ...]]) -> tuple[str
     return found
 
 
-def shown(receipts: Mapping[str, Mapping[str, Any]]) -> dict[Pair, list[str]]:
-    """What receipts say was equal: quantization, dtype and hardware by pair."""
+def shown(
+    receipts: Mapping[str, Mapping[str, Any]], layout: str
+) -> dict[Pair, list[str]]:
+    """What receipts say was equal: quantization, dtype, mode and hardware by pair."""
     found: dict[Pair, list[str]] = {}
     for name, receipt in receipts.items():
         for case in receipt.get("parity", ()):
             if "method" not in case or case["equal"] is not True:
                 continue
+            if case.get("layout", "range") != layout:
+                continue
             words = [case["quantization"] or "unquantized", case["dtype"]]
             words += ["with biases"] if case.get("bias") else []
+            words += case.get("modes", ())
             text = f"{', '.join(words)} ([{receipt['hardware']['name']}]"
             text += f"(../recipe/receipts/{name}.json))"
             found.setdefault((case["method"], case["kernel"]), []).append(text)
@@ -92,10 +113,8 @@ def methods_of_pin(files: Mapping[str, bytes]) -> set[str]:
     return found - set(_METHODS)
 
 
-def render(
-    pairs: Iterable[Pair], evidence: Mapping[Pair, list[str]], methods: set[str]
-) -> str:
-    """Write the table of what is served and the list of what is refused.
+def render(pairs: Iterable[Pair], evidence: Mapping[Pair, list[str]]) -> str:
+    """Write the table of what a layout serves.
 
     Raises:
         RecipeError: A pair is admitted and not shown, or shown and not admitted.
@@ -115,9 +134,6 @@ def render(
     for method, kernel in sorted(pairs):
         cases = "<br>".join(evidence[method, kernel])
         lines.append(f"| `{method}` | `{kernel}` | {cases} |")
-    refused = sorted(methods - {method for method, _ in pairs})
-    lines += ["", "Refused by name, with every kernel: "]
-    lines[-1] += ", ".join(f"`{method}`" for method in refused) + "."
     return "\n".join(lines)
 
 
@@ -129,7 +145,13 @@ def generate(receipts: Mapping[str, Mapping[str, Any]], wheel: WheelFiles) -> st
         wheel: The pin's wheel.
 
     """
-    names = [x for x in wheel.names if x.startswith(LAYERS) and x.endswith(".py")]
-    files = {name: wheel.read(name) for name in names}
+    modules = [x for x in wheel.names if x.startswith(LAYERS) and x.endswith(".py")]
+    files = {name: wheel.read(name) for name in modules}
     pairs = admitted(TABLE.read_text())
-    return render(pairs, shown(receipts), methods_of_pin(files))
+    parts = []
+    for layout, members in pairs.items():
+        parts += [f"## Layout {layout}", render(members, shown(receipts, layout))]
+    served = {method for members in pairs.values() for method, _ in members}
+    refused = sorted(methods_of_pin(files) - served)
+    names = ", ".join(f"`{method}`" for method in refused)
+    return "\n\n".join([*parts, f"Refused by name, with every kernel: {names}."])

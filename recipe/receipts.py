@@ -102,7 +102,7 @@ def render(receipts: dict[str, dict[str, Any]]) -> str:
             lines += _ratio_table(receipt["ratios"])
         if cases := [x for x in receipt.get("parity", ()) if "method" not in x]:
             lines += _parity_table(cases)
-        blocks.append("\n".join(lines))
+        blocks.append("\n".join(lines).rstrip())
     return "\n\n".join(blocks)
 
 

@@ -146,9 +146,6 @@ def main() -> None:
     from torch.profiler import ProfilerActivity, profile
 
     from vllm import LLM, SamplingParams
-    from vllm.model_executor.layers.fused_moe.pinned_hot.device_backing import (
-        device_backing,
-    )
     from vllm.model_executor.layers.fused_moe.router.routing_simulator_router import (
         RoutingSimulator,
     )
@@ -180,10 +177,9 @@ def main() -> None:
         if (provider := getattr(module, "expert_provider", None)) is not None
     ]
     there = [layer for layer in layers if layer is not None]
-    if there and job["arm"] != "positional":
-        peer = llm.llm_engine.vllm_config.offload_config.experts.peer_device
-        backing = device_backing(torch.accelerator.current_device_index(), peer)
-        result["cold_bytes_per_s"] = backing.cold_bytes_per_s
+    if there:
+        result["layout"] = there[0].layout
+        result["cold_bytes_per_s"] = there[0].cold_bytes_per_s
     result["hot_bytes"] = sum(layer.hot_bytes for layer in there)
     result["cold_bytes"] = sum(layer.cold_bytes for layer in there)
     result["hot_rows"] = sum(layer.hot_rows for layer in there)

@@ -54,7 +54,17 @@ TOKENS = (16, 112)
 SLOW = ("positional", "foreign")
 SLOW_TOKENS = (16, 48)
 SLOW_REPEATS = 2
-PINNED = ("all_hot", "matched", "peer", "foreign")
+# Options of the arms of pinned_hot; all but two have the matched map.
+PINNED: dict[str, dict[str, str]] = {
+    "all_hot": {},
+    "matched": {},
+    "peer": {"expert_cold_tier": "peer:1"},
+    "split": {"expert_layout": "split"},
+    "staged": {"expert_layout": "split", "expert_split_mode": "staged"},
+    "foreign": {},
+}
+# Those that read cold rows.
+COLD = tuple(arm for arm in PINNED if arm != "all_hot")
 KV_BYTES = 2 << 30
 
 
@@ -171,7 +181,7 @@ def ratios(arms: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
                 found[name] = resident / step(arm, streams)
         if "counting" in arms:
             found[f"counting_tax_c{streams}"] = step("counting", streams) / resident - 1
-        for arm in ("matched", "peer", "foreign"):
+        for arm in COLD:
             if arm in arms and "positional" in arms:
                 name = f"{arm}_over_positional_c{streams}"
                 found[name] = step("positional", streams) / step(arm, streams)
@@ -238,12 +248,12 @@ def check_path_ran(arms: dict[str, list[dict[str, Any]]]) -> None:
     for run in arms.get("counting", ()):
         if not all(counts["tokens_decode"] for counts in run["recorded"].values()):
             sys.exit(f"counting: {run['recorded']} tokens were recorded")
-    for run in arms["matched"]:
+    for run in (run for arm in COLD for run in arms.get(arm, ())):
         for streams, served in run["served"].items():
             if not served["hot"] or not served["cold"]:
-                sys.exit(f"matched, C{streams}: no {served} rows of one kind served")
+                sys.exit(f"{run['arm']}, C{streams}: {served} rows served")
         if not run["hot_bytes"] or not run["cold_bytes"]:
-            sys.exit("matched: one kind of memory is empty")
+            sys.exit(f"{run['arm']}: one kind of memory is empty")
     for run in (*arms["resident"], *arms.get("all_hot", ())):
         if run["cold_bytes"]:
             sys.exit(f"{run['arm']}, which should be resident, has cold bytes")
@@ -352,7 +362,7 @@ def main() -> None:
                 job["engine"] |= {
                     "expert_provider": "pinned_hot",
                     "expert_map": str(path),
-                    "expert_cold_tier": "peer:1" if arm == "peer" else "host",
+                    **PINNED[arm],
                 }
             elif arm == "counting":
                 job["engine"]["expert_profile_out"] = str(folder / "profile")
@@ -365,7 +375,7 @@ def main() -> None:
             arms.setdefault(arm, []).append(ran | {"layers": layers})
             # After every arm, so that what was measured survives a time limit.
             receipt |= {"arms": arms, "ratios": ratios(arms)}
-            for name in {"matched", "peer", "foreign"} & arms.keys():
+            for name in set(COLD) & arms.keys():
                 budget = time_budget(arms["resident"][0], arms[name][0], layers)
                 receipt["time_budget"] = receipt.get("time_budget", {}) | {name: budget}
             args.out.write_text(json.dumps(receipt, indent=1) + "\n")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from recipe.demo import FIXTURE
+from recipe.paths import ROOT
 
 CLASSES = ("code", "english", "japanese", "german")
 
@@ -15,7 +16,8 @@ CLASSES = ("code", "english", "japanese", "german")
 @pytest.fixture(scope="module")
 def record() -> dict[str, Any]:
     """What ``traffic.py`` recorded."""
-    found: dict[str, Any] = json.loads((FIXTURE / "traffic.json").read_text())
+    path = ROOT / "recipe" / "receipts" / "cpu-traffic-maps.json"
+    found: dict[str, Any] = json.loads(path.read_text())
     return found
 
 

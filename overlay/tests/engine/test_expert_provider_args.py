@@ -29,6 +29,7 @@ def test_defaults_are_stock(parser):
         "expert_provider": "resident",
         "expert_map": None,
         "expert_layout": "auto",
+        "expert_split_mode": "auto",
         "expert_hbm_gib": None,
         "expert_keep_kv_tokens": None,
         "expert_cold_tier": "host",
@@ -38,7 +39,8 @@ def test_defaults_are_stock(parser):
 
 def test_flags_reach_the_arguments(parser):
     argv = ["--expert-provider", "pinned_hot", "--expert-map", "/m.json"]
-    argv += ["--expert-layout", "range", "--expert-hbm-gib", "auto"]
+    argv += ["--expert-layout", "split", "--expert-split-mode", "staged"]
+    argv += ["--expert-hbm-gib", "auto"]
     argv += ["--expert-keep-kv-tokens", "4096", "--expert-cold-tier", "peer:1"]
     argv += ["--expert-cold-dir", "/cold"]
     args = EngineArgs.from_cli_args(parser.parse_args(argv))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
 
 ExpertLayout = Literal["auto", "range", "split"]
+ExpertSplitMode = Literal["auto", "two_calls", "staged"]
 
 
 @config
@@ -38,7 +39,16 @@ class ExpertProviderConfig:
     - "auto": the best layout this platform supports.
     - "range": one address range whose pages lie in different memories; every
       kernel runs unchanged.
-    - "split": two tensors and a row map."""
+    - "split": two tensors and a row map, where the GPU reads host-backed ranges
+      slowly or not at all. Kernels have to be told, so fewer are served."""
+
+    expert_split_mode: ExpertSplitMode = "auto"
+    """How a kernel gets at cold rows with `--expert-layout split`:
+    - "auto": "two_calls" where the kernel has it, else "staged".
+    - "two_calls": they are read where they lie, by a second call of the kernel, or
+      by the same one if it takes the address of every row.
+    - "staged": those that a batch needs are copied behind the hot rows, into fast
+      memory that all layers share, and the kernel is called once."""
 
     expert_hbm_gib: str | None = None
     """A number of GiB, or "auto": fast memory per rank for expert rows (HBM;
@@ -102,13 +112,27 @@ class ExpertProviderConfig:
     def uuid(self) -> str:
         """Identify the config in compile-cache keys.
 
-        Only what can change a traced graph takes part: the provider and the
-        layout. The other options choose the memory behind unchanged tensors, so
+        Only what can change a traced graph takes part: the provider, the layout
+        and its mode. The other options choose the memory behind unchanged tensors, so
         a new map must not cost a recompilation.
         """
         return hash_factors(
-            {"expert_provider": self.expert_provider, "layout": self.expert_layout}
+            {
+                "expert_provider": self.expert_provider,
+                "layout": self.expert_layout,
+                "split_mode": self.expert_split_mode,
+            }
         )
+
+    def needs_routed_ids(self) -> bool:
+        """Whether layers must use kernels that are given expert ids."""
+        if self.expert_provider == "resident":
+            return False
+        from vllm.model_executor.layers.fused_moe.expert_weight_provider import (
+            expert_provider_class,
+        )
+
+        return expert_provider_class(self.expert_provider).needs_routed_ids(self)
 
     def validate_engine(self, vllm_config: "VllmConfig") -> None:
         """Run the provider's start-up checks against the whole configuration.

@@ -87,13 +87,17 @@ def test_layer_outside_an_engine_is_resident():
 
 
 def test_residency_of_a_model():
-    memories = ("HBM", "host memory")
+    there = {
+        "layout": "layout range",
+        "memories": ("HBM", "host memory"),
+        "cold_bytes_per_s": 50e9,
+    }
     layers = [
-        ExpertResidency(24, 8, 3 << 30, 1 << 20, 1 << 20, 0.01, 1e6, memories, 50e9),
-        ExpertResidency(24, 8, 1 << 30, 1 << 20, 1 << 20, 0.03, 4e6, memories, 50e9),
+        ExpertResidency(24, 8, 3 << 30, 1 << 20, 1 << 20, 0.01, 1e6, **there),
+        ExpertResidency(24, 8, 1 << 30, 1 << 20, 1 << 20, 0.03, 4e6, **there),
     ]
     assert describe_residency(layers).split("\n    ") == [
-        "2 layers",
+        "2 layers, layout range",
         "48 rows hot: 4.00 GiB in HBM, 2.00 MiB of them parts of cold rows",
         "16 rows cold: 2.00 MiB in host memory",
         (

@@ -171,7 +171,7 @@ def test_cold_rows_are_not_in_memory_after_load(tmp_path):
             in_memory = sum(
                 sum(pages_in_memory(p)) for p in (layer.w13_weight, layer.w2_weight)
             )
-            page = layer.expert_provider._backing.page_bytes
+            page = layer.expert_provider._layout.backing.page_bytes
             assert in_memory * page == residency.hot_bytes
             assert residency.expected_cold_share == pytest.approx(
                 rank_experts(COUNTS, 3).expected_cold_share
@@ -221,7 +221,7 @@ def test_ranges_are_freed_with_the_model(tmp_path, monkeypatch):
     with single_rank(config, tmp_path):
         model = get_model(vllm_config=config)
         layer = model.model.layers[0].mlp.experts.routed_experts
-        backing = layer.expert_provider._backing
+        backing = layer.expert_provider._layout.backing
         before = backing.locked_bytes
         assert before > 0 and layer.expert_provider.residency() is not None
         config.compilation_config.static_forward_context.clear()
@@ -411,7 +411,7 @@ def test_fused_shared_experts_are_refused(tmp_path):
     "kwargs,named",
     [
         ({"expert_map": None}, "--expert-map"),
-        ({"expert_layout": "split"}, "--expert-layout split"),
+        ({"expert_split_mode": "staged"}, "--expert-split-mode"),
         ({"enable_lora": True}, "--enable-lora"),
         ({"enable_expert_parallel": True}, "--enable-expert-parallel"),
         ({"pipeline_parallel_size": 2}, "--tensor-parallel-size"),
@@ -433,9 +433,11 @@ def test_engine_that_cannot_be_served(tmp_path, kwargs, named):
 def test_pinning_that_is_forbidden(monkeypatch):
     """A4: one environment variable means the same for every offloader."""
     monkeypatch.setattr(device_range, "driver", object())
-    assert DeviceBacking.why_not_here() is None
+    assert DeviceBacking.why_not_here("range") is None
     monkeypatch.setenv("VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY", "1")
-    assert "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY" in DeviceBacking.why_not_here()
+    assert "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY" in DeviceBacking.why_not_here(
+        "split"
+    )
 
 
 def test_dense_model_is_refused_before_loading(tmp_path):

@@ -79,6 +79,18 @@ def attach_expert_weights(module: nn.Module) -> None:
         provider.attach(module)
 
 
+def require_reloadable_experts(model: nn.Module) -> None:
+    """Refuse to load a model's weights again if a provider cannot take them.
+
+    Raises:
+        ValueError: Names the layer and the cure; nothing has been touched.
+
+    """
+    for name, layer in _provided_layers(model).items():
+        if reason := layer.expert_provider.why_not_reload():
+            raise ValueError(f"{name}: its weights cannot be reloaded: {reason}")
+
+
 def expert_residencies(model: nn.Module) -> "list[ExpertResidency]":
     """Where the rows of each MoE layer lie that a provider has placed."""
     return [

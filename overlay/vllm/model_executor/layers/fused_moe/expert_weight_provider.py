@@ -11,6 +11,8 @@ per layer. Its life follows the load of the model:
 3. `bind` — the whole model is built and no weight is loaded: which layers does
    the provider serve?
 4. `attach` — this layer's weights are loaded and post-processed: re-home them.
+5. `run` — once per forward pass, for a provider whose rows a kernel cannot find
+   alone. Most never take part in a pass.
 
 What an attached layer reads stays at its address until the layer is freed:
 captured graphs hold the pointers. A weight reload therefore copies into the
@@ -25,12 +27,16 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.config import ModelConfig, VllmConfig, get_current_vllm_config_or_none
 from vllm.config.expert_provider import ExpertProviderConfig
 
 if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.modular_kernel import (
+        FusedMoEExpertsModular,
+    )
+    from vllm.model_executor.layers.fused_moe.moe_output import UnfinalizedMoEOutput
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 
@@ -48,6 +54,7 @@ class ExpertResidency:
             row, 0 to 1; None when no profile is known.
         expected_cold_bytes: Cold bytes that a token of the profile reads on
             average, if no other token needs the same; None likewise.
+        layout: How the two kinds of rows are laid out, for people.
         memories: What fast memory and the other one are, for people.
         cold_bytes_per_s: How fast the other memory is read; None if not measured.
 
@@ -60,6 +67,7 @@ class ExpertResidency:
     straddling_bytes: int = 0
     expected_cold_share: float | None = None
     expected_cold_bytes: float | None = None
+    layout: str | None = None
     memories: tuple[str, str] = ("fast memory", "slower memory")
     cold_bytes_per_s: float | None = None
 
@@ -147,6 +155,39 @@ class ExpertWeightProvider(ABC):
     def residency(self) -> ExpertResidency | None:
         """Where the rows of the layer lie; None before `attach` and for layers
         that are left as they were loaded."""
+
+    def why_not_reload(self) -> str | None:
+        """Why the layer's weights cannot be loaded again, or None if they can."""
+        return None
+
+    @classmethod
+    def needs_routed_ids(cls, config: ExpertProviderConfig) -> bool:
+        """Whether layers must use kernels that are given expert ids.
+
+        Asked while a layer is built, before its kernel is chosen: a kernel that
+        routes by itself leaves no ids to place rows by.
+        """
+        return False
+
+    def run(
+        self,
+        experts: "FusedMoEExpertsModular",
+        **arguments: Any,
+    ) -> "UnfinalizedMoEOutput | None":
+        """Compute the layer's experts in place of `experts.apply`.
+
+        Called only in layers whose provider has set
+        `FusedMoEKernelModularImpl.run_experts` to it, bound to the experts.
+
+        Args:
+            experts: The layer's kernel.
+            **arguments: Those of `FusedMoEExpertsModular.apply`.
+
+        Returns:
+            What `apply` would return.
+
+        """
+        return experts.apply(**arguments)
 
 
 class ResidentProvider(ExpertWeightProvider):
@@ -256,7 +297,7 @@ def describe_residency(residencies: Iterable[ExpertResidency]) -> str:
     fast, slow = layers[0].memories
     hot_bytes, cold_bytes = total("hot_bytes"), total("cold_bytes")
     lines = [
-        f"{len(layers)} layers",
+        f"{len(layers)} layers" + (f", {layers[0].layout}" if layers[0].layout else ""),
         f"{total('hot_rows')} rows hot: {format_bytes(hot_bytes)} in {fast}",
         f"{total('cold_rows')} rows cold: {format_bytes(cold_bytes)} in {slow}",
     ]

@@ -3,6 +3,7 @@
 """Ranges for CUDA: hot pages in HBM, cold pages in host memory the GPU reads."""
 
 import functools
+from dataclasses import dataclass
 
 import torch
 
@@ -37,6 +38,29 @@ _PROBE_REPEATS = 3
 _RANGE_WORTH = 0.9
 
 
+@dataclass(frozen=True)
+class ColdSpeeds:
+    """How fast a GPU reads cold memory, bytes per second.
+
+    Attributes:
+        in_range: As pages of a range; None if they cannot be had.
+        pinned: As ordinary pinned host memory; None if that was not tried.
+        why_not_range: Why there are no ranges.
+
+    """
+
+    in_range: float | None = None
+    pinned: float | None = None
+    why_not_range: str | None = None
+
+    @property
+    def range_is_slow(self) -> bool:
+        """Whether two tensors per expert tensor would read faster."""
+        if self.in_range is None or self.pinned is None:
+            return False
+        return self.in_range < _RANGE_WORTH * self.pinned
+
+
 class DeviceBacking(RangeBacking):
     """HBM pages of one GPU, and cold pages that it reads.
 
@@ -53,6 +77,7 @@ class DeviceBacking(RangeBacking):
         self.device = device
         self.peer = peer
         self.built_bytes = 0
+        self._speeds: ColdSpeeds | None = None
         self.memories = (
             "HBM",
             "host memory" if peer is None else f"memory of GPU {peer}",
@@ -68,9 +93,9 @@ class DeviceBacking(RangeBacking):
         return vmm.device_location(self.device), cold
 
     @staticmethod
-    def why_not_here() -> str | None:
-        """Why this process cannot use ranges, without touching the GPU."""
-        if vmm.driver is None:
+    def why_not_here(layout: str) -> str | None:
+        """Why this process cannot hold cold rows, without touching the GPU."""
+        if vmm.driver is None and layout == "range":
             return (
                 "the Python package cuda-bindings is missing. Install it "
                 "(`pip install cuda-bindings`); torch's CUDA builds bring it."
@@ -83,11 +108,22 @@ class DeviceBacking(RangeBacking):
         return None
 
     def check(self, planned: PlannedBytes, ranks_on_node: int) -> None:
-        if not vmm.supports_ranges(self.device):
-            raise ValueError(
-                f"GPU {self.device}: the driver offers no virtual memory management "
-                "here (WSL, vGPU and some containers lack it). Use --expert-provider "
-                "resident."
+        speeds = self.speeds()
+        if reason := speeds.why_not_range:
+            cure = (
+                "In a container, allow the mbind and set_mempolicy system calls "
+                "(`--cap-add SYS_NICE`), or use --expert-layout split."
+                if self.peer is None
+                else "Use --expert-cold-tier host."
+            )
+            raise ValueError(f"GPU {self.device}: {reason}. {cure}")
+        if speeds.range_is_slow:
+            logger.warning_once(
+                "GPU %d reads pinned host memory outside a range at %.1f GB/s: cold "
+                "experts cost more here than the link asks for. --expert-layout split "
+                "avoids that.",
+                self.device,
+                (speeds.pinned or 0) / 1e9,
             )
         hot, cold = self._locations()
         for where, location in (("hot", hot), ("cold", cold)):
@@ -96,6 +132,15 @@ class DeviceBacking(RangeBacking):
                     f"GPU {self.device}: {where} pages of {format_bytes(found)} are "
                     f"not supported, {format_bytes(self.page_bytes)} are."
                 )
+        self.check_memory(planned, ranks_on_node)
+
+    def check_memory(self, planned: PlannedBytes, ranks_on_node: int) -> None:
+        """Refuse a plan that exceeds what HBM or the cold memory has free.
+
+        Raises:
+            ValueError: Has numbers and the cure.
+
+        """
         torch.accelerator.empty_cache()  # what building the model left behind is free
         free, total = torch.accelerator.get_memory_info(self.device)
         need = planned.hot + planned.largest_layer
@@ -114,7 +159,6 @@ class DeviceBacking(RangeBacking):
                 raise ValueError(reason.replace("Lower `hot`", "Raise `hot`"))
         else:
             self._check_peer(cold_bytes)
-        self._probe()
 
     def _check_peer(self, cold_bytes: int) -> None:
         assert self.peer is not None
@@ -132,44 +176,48 @@ class DeviceBacking(RangeBacking):
                 "`hot` in the expert map or --expert-hbm-gib."
             )
 
-    def _probe(self) -> None:
-        """Map cold pages once and log how fast the GPU reads them."""
+    @property
+    def has_ranges(self) -> bool:
+        """Whether the driver maps pages of any memory into address ranges."""
+        return vmm.driver is not None and vmm.supports_ranges(self.device)
+
+    def speeds(self) -> ColdSpeeds:
+        """Read cold memory once, each way there is, and remember how fast it was."""
+        if self._speeds is None:
+            self._speeds = self._probe()
+            self.cold_bytes_per_s = self._speeds.in_range
+            # Or torch would carve a layer's tensors out of what was read into.
+            torch.accelerator.empty_cache()
+        return self._speeds
+
+    def _probe(self) -> ColdSpeeds:
+        pinned = None
+        if self.peer is None and is_uva_available():
+            rows = torch.empty(
+                _PROBE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True
+            )
+            pinned = _read_bytes_per_s(get_accelerator_view_from_cpu_tensor(rows))
+        if not self.has_ranges:
+            return ColdSpeeds(
+                pinned=pinned,
+                why_not_range="the driver offers no virtual memory management here "
+                "(WSL, vGPU and some containers lack it)",
+            )
         like = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device="meta")
         try:
             pages = self._range(like, [False] * (_PROBE_BYTES // self.page_bytes))
         except RuntimeError as error:
-            if self.peer is not None:
-                raise ValueError(
-                    f"--expert-cold-tier peer:{self.peer}: its pages cannot be mapped "
-                    f"for GPU {self.device} ({error}). Use --expert-cold-tier host."
-                ) from error
-            raise ValueError(
-                f"GPU {self.device}: host pages cannot be mapped ({error}). In a "
-                "container, allow the mbind and set_mempolicy system calls "
-                "(`--cap-add SYS_NICE`), or use --expert-provider resident."
-            ) from error
-        self.cold_bytes_per_s = _read_bytes_per_s(pages)
+            return ColdSpeeds(
+                pinned=pinned, why_not_range=f"cold pages cannot be mapped ({error})"
+            )
+        speeds = ColdSpeeds(in_range=_read_bytes_per_s(pages), pinned=pinned)
         logger.info_once(
             "GPU %d reads %s in a range at %.1f GB/s",
             self.device,
             self.memories[1],
-            self.cold_bytes_per_s / 1e9,
+            speeds.in_range / 1e9,
         )
-        if self.peer is None and is_uva_available():
-            self._compare_with_pinned()
-
-    def _compare_with_pinned(self) -> None:
-        pinned = torch.empty(
-            _PROBE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True
-        )
-        uva = _read_bytes_per_s(get_accelerator_view_from_cpu_tensor(pinned))
-        if self.cold_bytes_per_s < _RANGE_WORTH * uva:
-            logger.warning_once(
-                "GPU %d reads pinned host memory outside a range at %.1f GB/s: cold "
-                "experts cost more here than the link asks for.",
-                self.device,
-                uva / 1e9,
-            )
+        return speeds
 
     def build(self, source: torch.Tensor, hot: PageMask, label: str) -> torch.Tensor:
         try:

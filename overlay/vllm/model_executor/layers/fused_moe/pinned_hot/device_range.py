@@ -105,6 +105,27 @@ def supports_ranges(device: int) -> bool:
     )
 
 
+class DeviceMemory:
+    """Physical memory of a GPU that several ranges may map.
+
+    Freed when it is collected and no range maps it.
+
+    Args:
+        device: Index of the GPU.
+        num_bytes: Whole multiples of the granularity.
+
+    Raises:
+        DriverError: The memory cannot be had.
+
+    """
+
+    def __init__(self, device: int, num_bytes: int):
+        self.num_bytes = num_bytes
+        properties = _properties(device_location(device))
+        self.handle = _call(driver.cuMemCreate, num_bytes, properties, 0)
+        weakref.finalize(self, _call, driver.cuMemRelease, self.handle).atexit = False
+
+
 class DeviceRange:
     """A mapped address range.
 
@@ -117,6 +138,7 @@ class DeviceRange:
         page_bytes: Alignment of the range.
         hot: Location of the hot runs.
         cold: Location of the cold runs.
+        tail: Memory to map behind the runs.
 
     Raises:
         DriverError: Some memory cannot be had; nothing stays allocated.
@@ -130,10 +152,13 @@ class DeviceRange:
         page_bytes: int,
         hot: Location,
         cold: Location,
+        tail: DeviceMemory | None = None,
     ):
         runs = list(runs)
         self.device = device
-        self.num_bytes = sum(run.num_bytes for run in runs)
+        self.tail = tail  # to be mapped by other ranges as long as this one lives
+        run_bytes = sum(run.num_bytes for run in runs)
+        self.num_bytes = run_bytes + (tail.num_bytes if tail else 0)
         self.address = int(
             _call(driver.cuMemAddressReserve, self.num_bytes, page_bytes, 0, 0)
         )
@@ -151,6 +176,10 @@ class DeviceRange:
                     # The mapping keeps the memory; the handle is not needed again.
                     _call(driver.cuMemRelease, handle)
                 mapped = run.start + run.num_bytes
+            if tail:
+                start = self.address + run_bytes
+                _call(driver.cuMemMap, start, tail.num_bytes, 0, tail.handle, 0)
+                mapped = self.num_bytes
             access = driver.CUmemAccessDesc()
             access.location = device_location(device)
             access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -163,15 +192,17 @@ class DeviceRange:
             self, _free, self.address, self.num_bytes, self.num_bytes, device
         ).atexit = False
 
-    def tensor(self, like: torch.Tensor) -> torch.Tensor:
+    def tensor(self, like: torch.Tensor, start: int = 0) -> torch.Tensor:
         """Make a tensor over the range, which lives as long as the tensor.
 
         Args:
             like: Contiguous tensor that gives shape and dtype.
+            start: Bytes of the range before the tensor.
 
         """
         num_bytes = like.numel() * like.element_size()
-        flat = torch.as_tensor(_Memory(self, num_bytes), device=f"cuda:{self.device}")
+        memory = _Memory(self, start, num_bytes)
+        flat = torch.as_tensor(memory, device=f"cuda:{self.device}")
         return flat.view(like.dtype).view(like.shape)
 
 
@@ -181,12 +212,12 @@ class _Memory:
     Format: CUDA Array Interface, version 3 (Numba documentation).
     """
 
-    def __init__(self, owner: DeviceRange, num_bytes: int):
+    def __init__(self, owner: DeviceRange, start: int, num_bytes: int):
         self.owner = owner
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
             "typestr": "|u1",
-            "data": (owner.address, False),
+            "data": (owner.address + start, False),
             "version": 3,
             "strides": None,
         }

@@ -2,16 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Keep the experts that traffic uses in fast memory, all others next to it.
 
-Layout `range`: an expert tensor stays one tensor with the shape, strides and
-expert order the kernels know. Only the memory behind its pages is chosen, from
-the expert map. No kernel, router or id changes, so neither do the results.
+Which rows are hot comes from the expert map; how hot and cold ones lie together is a
+layout's business.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from vllm.config import ModelConfig, VllmConfig
@@ -23,9 +21,9 @@ from vllm.model_executor.layers.fused_moe.expert_weight_provider import (
     ResidentProvider,
     format_bytes,
 )
-from vllm.model_executor.layers.fused_moe.pinned_hot.backing import (
-    PlannedBytes,
-    RangeBacking,
+from vllm.model_executor.layers.fused_moe.pinned_hot.choose_layout import (
+    layout_kind,
+    process_layout,
 )
 from vllm.model_executor.layers.fused_moe.pinned_hot.deferred import (
     defer_loading,
@@ -35,36 +33,36 @@ from vllm.model_executor.layers.fused_moe.pinned_hot.deferred import (
 )
 from vllm.model_executor.layers.fused_moe.pinned_hot.device_backing import (
     DeviceBacking,
-    device_backing,
 )
 from vllm.model_executor.layers.fused_moe.pinned_hot.file_backing import file_backing
 from vllm.model_executor.layers.fused_moe.pinned_hot.fingerprint import (
     model_fingerprint,
 )
 from vllm.model_executor.layers.fused_moe.pinned_hot.hbm_budget import plan_hbm
+from vllm.model_executor.layers.fused_moe.pinned_hot.layout import (
+    Layout,
+    RunExperts,
+    row_parameters,
+)
 from vllm.model_executor.layers.fused_moe.pinned_hot.map_file import (
     ExpertMap,
     ExpertMapError,
     LayerMap,
     load_expert_map,
 )
-from vllm.model_executor.layers.fused_moe.pinned_hot.placement import (
-    PageMask,
-    RowTensor,
-    hot_bytes_per_row,
-    hot_pages,
-    place_pages,
-    row_heat,
-)
 from vllm.model_executor.layers.fused_moe.pinned_hot.tensors import (
     expert_tensors,
-    row_tensor,
+    why_not_method,
     why_not_rows,
     why_not_scales,
 )
 from vllm.platforms import current_platform
 
 if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.modular_kernel import (
+        FusedMoEExpertsModular,
+    )
+    from vllm.model_executor.layers.fused_moe.moe_output import UnfinalizedMoEOutput
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 logger = init_logger(__name__)
@@ -79,14 +77,6 @@ _LOAD_FORMATS = ("auto", "hf", "safetensors", "mistral", "dummy")
 @functools.cache
 def _read_map(path: str) -> ExpertMap:
     return load_expert_map(path)
-
-
-def _backing(config: ExpertProviderConfig) -> RangeBacking:
-    """The backing of this process's platform and device."""
-    if current_platform.is_cpu():
-        return file_backing(config.expert_cold_dir)
-    device = torch.accelerator.current_device_index()
-    return device_backing(device, config.peer_device)
 
 
 def _loads_draft_model(vllm_config: VllmConfig) -> bool:
@@ -109,6 +99,23 @@ def _why_not_tier(experts: ExpertProviderConfig, ranks: int) -> str | None:
         return (
             f"--expert-cold-tier peer:{peer}: this process sees GPUs 0 … {count - 1} "
             "and runs on GPU 0. Name another one, or add it to CUDA_VISIBLE_DEVICES."
+        )
+    return None
+
+
+def _why_not_layout(experts: ExpertProviderConfig) -> str | None:
+    mode, tier = experts.expert_split_mode, experts.expert_cold_tier
+    if experts.expert_layout != "split":
+        if mode == "auto":
+            return None
+        return (
+            f"--expert-split-mode {mode} has no effect with --expert-layout "
+            f"{experts.expert_layout}. Use --expert-layout split or drop the flag."
+        )
+    if tier != "host":
+        return (
+            f"--expert-cold-tier {tier} is served by --expert-layout range: split "
+            "reads cold rows from host memory. Drop one of them."
         )
     return None
 
@@ -138,7 +145,7 @@ def _why_not_engine(vllm_config: VllmConfig) -> str | None:
     if model_config is None or not model_config.is_moe:
         return "the model has no MoE layers. Drop the flag."
     if current_platform.is_cuda():
-        if reason := DeviceBacking.why_not_here():
+        if reason := DeviceBacking.why_not_here(offload.experts.expert_layout):
             return reason
         if offload.experts.expert_cold_dir is not None:
             return (
@@ -170,8 +177,8 @@ def _why_not_engine(vllm_config: VllmConfig) -> str | None:
         )
     if reason := _why_not_budget(vllm_config):
         return reason
-    if offload.experts.expert_layout == "split":
-        return "--expert-layout split is not there yet. Use range or auto."
+    if reason := _why_not_layout(offload.experts):
+        return reason
     if vllm_config.lora_config is not None:
         return "LoRA on experts has not been shown to be exact. Drop --enable-lora."
     if parallel.enable_expert_parallel or parallel.enable_eplb:
@@ -213,13 +220,18 @@ class PinnedHotProvider(ExpertWeightProvider):
         self.deferred = False
         self._dummy = False
         self._entry: LayerMap | None = None
-        self._budget: int | None = None
+        self._granted: int | None = None
         self._homes: dict[str, int] = {}
         self._residency: ExpertResidency | None = None
+        self._run: RunExperts | None = None
 
     @property
-    def _backing(self) -> RangeBacking:
-        return _backing(self.config)
+    def _layout(self) -> Layout:
+        return process_layout(self.config)
+
+    @classmethod
+    def needs_routed_ids(cls, config: ExpertProviderConfig) -> bool:
+        return layout_kind(config) == "split"
 
     @classmethod
     def validate(cls, vllm_config: VllmConfig) -> None:
@@ -293,20 +305,27 @@ class PinnedHotProvider(ExpertWeightProvider):
         super().bind(layers, vllm_config, model_config, unloaded_bytes)
         entries = expert_map.draft_layers if is_draft else expert_map.layers
         dummy = vllm_config.load_config.load_format == "dummy"
-        backing = _backing(vllm_config.offload_config.experts)
-        budget = _budget_bytes(vllm_config, unloaded_bytes)
-        hot_bytes, planned = _plan(layers, entries, budget, backing.page_bytes)
-        backing.check(planned, vllm_config.parallel_config.local_world_size)
+        layout = process_layout(vllm_config.offload_config.experts)
+        granted = layout.plan(
+            layers,
+            entries,
+            _budget_bytes(vllm_config, unloaded_bytes),
+            vllm_config.parallel_config.local_world_size,
+        )
         for name, layer in layers.items():
             provider = layer.expert_provider
             assert isinstance(provider, cls)
             provider._entry, provider._dummy = entries[name], dummy
-            provider._budget = None if budget is None else hot_bytes[name]
+            provider._granted = granted[name]
             if provider.deferred:
                 release_layer_references(layer)
 
     def check(self, layer: "RoutedExperts") -> str | None:
-        return why_not_rows(layer, loaded=False)
+        return (
+            why_not_method(layer)
+            or self._layout.why_not_layer(layer)
+            or why_not_rows(layer, loaded=False)
+        )
 
     def attach(self, layer: "RoutedExperts") -> None:
         names = expert_tensors(layer)
@@ -318,62 +337,40 @@ class PinnedHotProvider(ExpertWeightProvider):
             )
         if self.deferred and not (self.attached or self._dummy):
             _require_read(layer, names.loaded)
-        parameters = {name: getattr(layer, name, None) for name in names.rows}
-        if self._homes and self._homes == _addresses(parameters):
+        if self._homes and self._homes == _addresses(layer, names.rows):
             return
         if reason := why_not_rows(layer, loaded=True) or why_not_scales(layer):
             raise ValueError(f"{self.layer_name}: after post-processing, {reason}")
-        backing = self._backing
-        tensors = [row_tensor(parameter) for parameter in parameters.values()]
-        masks = _place(self._entry, tensors, self._budget, backing.page_bytes)
-        ranges = [
-            backing.build(parameter.data, mask, f"{self.layer_name}.{name}")
-            for (name, parameter), mask in zip(parameters.items(), masks, strict=True)
-        ]
+        placed = self._layout.attach(layer, self._entry, self._granted)
         # The quantization config may hold the same Parameter objects, so the
         # objects stay and their storage changes.
-        for parameter, home in zip(parameters.values(), ranges, strict=True):
+        homes = placed.homes
+        for parameter, home in zip(row_parameters(layer).values(), homes, strict=True):
             parameter.data = home
-        self._homes = _addresses(parameters)
-        self._residency = _residency(self._entry, tensors, masks, layer.top_k, backing)
+        if placed.run is not None:
+            self._run = placed.run
+            kernel = layer.quant_method.moe_kernel.impl
+            kernel.run_experts = functools.partial(self.run, kernel.fused_experts)
+        self._homes = _addresses(layer, names.rows)
+        self._residency = placed.residency
         self.attached = True
+
+    def run(
+        self, experts: "FusedMoEExpertsModular", **arguments: Any
+    ) -> "UnfinalizedMoEOutput | None":
+        assert self._run is not None
+        return self._run(**arguments)
+
+    def why_not_reload(self) -> str | None:
+        return self._layout.why_not_reload if self.attached else None
 
     def residency(self) -> ExpertResidency | None:
         return self._residency
 
 
-def _addresses(parameters: Mapping[str, torch.Tensor | None]) -> dict[str, int]:
+def _addresses(layer: "RoutedExperts", names: Sequence[str]) -> dict[str, int]:
+    parameters = {name: getattr(layer, name, None) for name in names}
     return {name: p.data_ptr() for name, p in parameters.items() if p is not None}
-
-
-def _residency(
-    entry: LayerMap,
-    tensors: Sequence[RowTensor],
-    masks: Sequence[PageMask],
-    top_k: int,
-    backing: RangeBacking,
-) -> ExpertResidency:
-    hot_per_row = sum(
-        hot_bytes_per_row(tensor, mask, backing.page_bytes)
-        for tensor, mask in zip(tensors, masks, strict=True)
-    )
-    cold_per_row = sum(tensor.row_bytes for tensor in tensors) - hot_per_row
-    is_cold = cold_per_row > 0
-    share = np.zeros(len(entry.ranking))
-    share[list(entry.ranking)] = entry.share
-    hot_pages_count = sum(int(mask.sum()) for mask in masks)
-    pages = sum(len(mask) for mask in masks)
-    return ExpertResidency(
-        hot_rows=int((~is_cold).sum()),
-        cold_rows=int(is_cold.sum()),
-        hot_bytes=hot_pages_count * backing.page_bytes,
-        cold_bytes=(pages - hot_pages_count) * backing.page_bytes,
-        straddling_bytes=int(hot_per_row[is_cold].sum()),
-        expected_cold_share=float(share[is_cold].sum()),
-        expected_cold_bytes=float((share * cold_per_row).sum() * top_k),
-        memories=backing.memories,
-        cold_bytes_per_s=backing.cold_bytes_per_s,
-    )
 
 
 def _require_read(layer: "RoutedExperts", names: Sequence[str]) -> None:
@@ -392,19 +389,6 @@ def _leave_resident(layer: "RoutedExperts") -> None:
     if provider.deferred:
         undo_defer_loading(layer)
     layer.expert_provider = ResidentProvider(provider.config, provider.layer_name)
-
-
-def _place(
-    entry: LayerMap,
-    tensors: Sequence[RowTensor],
-    budget: int | None,
-    page_bytes: int,
-) -> list[PageMask]:
-    """Hot pages of one layer: of the rows before the cut, or within a budget."""
-    if budget is None:
-        return [hot_pages(tensor, entry.hot_rows, page_bytes) for tensor in tensors]
-    heat = row_heat(entry.ranking, entry.share)
-    return place_pages(tensors, [heat] * len(tensors), budget, page_bytes)
 
 
 def _budget_bytes(vllm_config: VllmConfig, unloaded_bytes: int) -> int | None:
@@ -437,49 +421,3 @@ def _budget_bytes(vllm_config: VllmConfig, unloaded_bytes: int) -> int | None:
         rest,
     )
     return plan.experts
-
-
-def _plan(
-    layers: "dict[str, RoutedExperts]",
-    entries: Mapping[str, LayerMap],
-    budget: int | None,
-    page_bytes: int,
-) -> tuple[dict[str, int], PlannedBytes]:
-    """Bytes of hot pages by layer name, and what the model asks of the backing.
-
-    Layers differ in how much of a budget they deserve: their pages are compared
-    with each other.
-    """
-    geometry: dict[str, list[RowTensor]] = {}
-    largest = 0
-    for name, layer in layers.items():
-        names = expert_tensors(layer)
-        assert names is not None
-        parameters = [getattr(layer, x) for x in names.loaded]
-        geometry[name] = [row_tensor(p, names.bits) for p in parameters]
-        as_kept = sum(tensor.num_bytes for tensor in geometry[name])
-        as_loaded = sum(row_tensor(p).num_bytes for p in parameters)
-        largest = max(largest, as_kept + as_loaded)
-    if budget is None:
-        masks = [
-            mask
-            for name, tensors in geometry.items()
-            for mask in _place(entries[name], tensors, None, page_bytes)
-        ]
-    else:
-        heats = [
-            heat
-            for name, tensors in geometry.items()
-            for heat in [row_heat(entries[name].ranking, entries[name].share)]
-            * len(tensors)
-        ]
-        flat = [tensor for tensors in geometry.values() for tensor in tensors]
-        masks = place_pages(flat, heats, budget, page_bytes)
-    remaining = iter(masks)
-    hot_bytes = {
-        name: sum(int(next(remaining).sum()) for _ in tensors) * page_bytes
-        for name, tensors in geometry.items()
-    }
-    total = sum(len(mask) for mask in masks) * page_bytes
-    planned = PlannedBytes(sum(hot_bytes.values()), total, largest)
-    return hot_bytes, planned

@@ -6,7 +6,7 @@ The list is closed: a method or a kernel nobody has compared with the resident l
 is refused by name.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,13 +29,15 @@ class ExpertTensors:
     """Expert rows of a quantization method's layers.
 
     Attributes:
-        kernels: Experts classes the method was shown to be exact with.
+        kernels: Experts classes the method was shown to be exact with, in layout
+            `range`.
         loaded: `(E, …)` parameters that the checkpoint's weights are read into.
         rows: `(E, …)` parameters that hold them after post-processing; their rows
             are placed page by page. Everything else of a layer (scales, zero
             points, biases) stays where post-processing put it.
         bits: Bits of a weight after post-processing, for methods that quantize
             while loading; None where the parameters are created as they stay.
+        split: The same for layout `split`.
         zeroed: Whether stock clears the parameters before they are read, because
             a checkpoint may leave padding unread.
 
@@ -45,37 +47,46 @@ class ExpertTensors:
     loaded: tuple[str, ...] = _WEIGHTS
     rows: tuple[str, ...] = _WEIGHTS
     bits: int | None = None
+    split: tuple[str, ...] = ()
     zeroed: bool = False
 
 
 _TRITON = ("TritonExperts",)
 _CUTLASS = ("TritonOrCutlassExperts",)
 _MARLIN = ("MarlinExperts",)
-_CPU = ("CPUUnquantizedExperts", "X86CPUUnquantizedExperts")
+_CPU = ("CPUUnquantizedExperts",)
+_AMX = ("X86CPUUnquantizedExperts",)
+_MXFP4 = ("TrtLlmMxfp4ExpertsModular",)
+_NVFP4 = ("TrtLlmNvFp4ExpertsModular",)
 
-# A pair is listed once its layers were equal, bit for bit, to the resident ones
-# (tests/kernels/moe/test_pinned_hot_cuda.py and test_pinned_hot_provider.py).
+# A pair is listed once its layers were equal, bit for bit, to the resident ones: in
+# tests/kernels/moe/test_pinned_hot_{cuda,provider}.py, for layout `split` in
+# test_pinned_hot_split{,_cuda,_trtllm}.py beside them. docs/kernels.md says on what.
 _BY_METHOD: dict[str, ExpertTensors] = {
-    "UnquantizedFusedMoEMethod": ExpertTensors(_TRITON + _CPU),
+    "UnquantizedFusedMoEMethod": ExpertTensors(
+        _TRITON + _CPU + _AMX, split=_TRITON + _CPU
+    ),
     # Quantized while loading.
-    "Fp8PerTensorOnlineMoEMethod": ExpertTensors(_TRITON, bits=8),
-    "Fp8PerBlockOnlineMoEMethod": ExpertTensors(_TRITON, bits=8),
+    "Fp8PerTensorOnlineMoEMethod": ExpertTensors(_TRITON, bits=8, split=_TRITON),
+    "Fp8PerBlockOnlineMoEMethod": ExpertTensors(_TRITON, bits=8, split=_TRITON),
     "Fp8PtpcOnlineMoEMethod": ExpertTensors(_CUTLASS, bits=8),
-    "Int8OnlineMoEMethod": ExpertTensors(_TRITON, bits=8),
+    "Int8OnlineMoEMethod": ExpertTensors(_TRITON, bits=8, split=_TRITON),
     "Mxfp8OnlineMoEMethod": ExpertTensors(_MARLIN, bits=8),
     "Mxfp4OnlineMoEMethod": ExpertTensors(_MARLIN, bits=4),
     # Quantized checkpoints.
-    "Fp8MoEMethod": ExpertTensors(_TRITON),
+    "Fp8MoEMethod": ExpertTensors(_TRITON, split=_TRITON),
     "CompressedTensorsW8A8Fp8MoEMethod": ExpertTensors(_CUTLASS),
     "CompressedTensorsWNA16MoEMethod": ExpertTensors(_MARLIN, _PACKED, _PACKED),
-    "CompressedTensorsW4A4Nvfp4MoEMethod": ExpertTensors(_MARLIN, _PACKED),
+    "CompressedTensorsW4A4Nvfp4MoEMethod": ExpertTensors(
+        _MARLIN, _PACKED, split=_NVFP4
+    ),
     "AutoGPTQMoEMethod": ExpertTensors(_MARLIN, _QWEIGHTS, _QWEIGHTS),
     "AutoAWQMoEMethod": ExpertTensors(_MARLIN, _QWEIGHTS, _QWEIGHTS),
-    "ModelOptFp8MoEMethod": ExpertTensors(_TRITON),
+    "ModelOptFp8MoEMethod": ExpertTensors(_TRITON, split=_TRITON),
     "ModelOptMxFp8FusedMoE": ExpertTensors(_MARLIN),
-    "ModelOptNvFp4FusedMoE": ExpertTensors(_MARLIN),
-    "Mxfp4MoEMethod": ExpertTensors(_MARLIN, zeroed=True),
-    "GptOssMxfp4MoEMethod": ExpertTensors(_MARLIN, zeroed=True),
+    "ModelOptNvFp4FusedMoE": ExpertTensors(_MARLIN, split=_NVFP4),
+    "Mxfp4MoEMethod": ExpertTensors(_MARLIN, zeroed=True, split=_MXFP4),
+    "GptOssMxfp4MoEMethod": ExpertTensors(_MARLIN, zeroed=True, split=_MXFP4),
 }
 
 
@@ -84,31 +95,49 @@ def expert_tensors(layer: "RoutedExperts") -> ExpertTensors | None:
     return _BY_METHOD.get(type(layer.quant_method).__name__)
 
 
-def why_not_rows(layer: "RoutedExperts", loaded: bool) -> str | None:
-    """Why the layer's tensors cannot be placed row by row, or None.
-
-    Args:
-        layer: The layer.
-        loaded: Whether its weights are there and post-processed.
-
-    """
+def why_not_method(layer: "RoutedExperts") -> str | None:
+    """Why the rows of a layer of this kind are unknown, or None."""
     if fused := layer.expert_map_manager.num_fused_shared_experts:
         return (
             f"{fused} shared experts are fused into its tensors and an expert map "
             "ranks routed experts only"
         )
-    names = expert_tensors(layer)
-    if names is None:
+    if expert_tensors(layer) is None:
         return (
             f"quantization method {type(layer.quant_method).__name__} has not been "
             f"shown to be exact with re-homed weights (shown: {', '.join(_BY_METHOD)})"
         )
-    if (kernel := _kernel_name(layer)) not in names.kernels:
+    return None
+
+
+def why_not_kernel(layer: "RoutedExperts", shown: Sequence[str]) -> str | None:
+    """Why a layout does not serve the layer's kernel, or None.
+
+    Args:
+        layer: The layer.
+        shown: Experts classes the layout was shown to be exact with, for the
+            layer's quantization method.
+
+    """
+    if (kernel := kernel_name(layer)) not in shown:
         return (
             f"{type(layer.quant_method).__name__} on {kernel} has not been shown to be "
-            f"exact with re-homed weights (shown: {', '.join(names.kernels)}; "
+            f"exact with re-homed weights (shown: {', '.join(shown) or 'none'}; "
             "--moe-backend chooses)"
         )
+    return None
+
+
+def why_not_rows(layer: "RoutedExperts", loaded: bool) -> str | None:
+    """Why the layer's tensors cannot be placed row by row, or None.
+
+    Args:
+        layer: A layer of a known quantization method.
+        loaded: Whether its weights are there and post-processed.
+
+    """
+    names = expert_tensors(layer)
+    assert names is not None
     wanted = names.rows if loaded else names.loaded
     present = dict(layer.named_parameters())
     for name in wanted:
@@ -120,7 +149,7 @@ def why_not_rows(layer: "RoutedExperts", loaded: bool) -> str | None:
         return None
     rows = [present[name] for name in names.rows]
     storages = {_storage(row) for row in rows}
-    for where, tensor in _reachable_tensors(layer):
+    for where, tensor in reachable_tensors(layer):
         if _storage(tensor) in storages and not any(tensor is row for row in rows):
             return (
                 f"{where} {tuple(tensor.shape)} shares memory with its expert rows and "
@@ -133,7 +162,7 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _reachable_tensors(layer: "RoutedExperts") -> Iterator[tuple[str, torch.Tensor]]:
+def reachable_tensors(layer: "RoutedExperts") -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors that the layer's forward pass may read, with where they hang."""
     kernel = getattr(layer.quant_method, "moe_kernel", None)
     experts = getattr(kernel, "fused_experts", None)
@@ -179,7 +208,7 @@ def why_not_scales(layer: "RoutedExperts") -> str | None:
     return None
 
 
-def _kernel_name(layer: "RoutedExperts") -> str:
+def kernel_name(layer: "RoutedExperts") -> str:
     """Name of the layer's experts class, chosen before weights are loaded."""
     kernel = getattr(layer.quant_method, "moe_kernel", None)
     if kernel is not None:

@@ -109,6 +109,32 @@ def test_tokens_equal_stock(dtype, generate, trees, tmp_path, prompts):
     assert "0 rows hot: 0.00 MiB in locked memory" in ours["log"]
 
 
+def test_layout_split_gives_stocks_tokens(generate, trees, tmp_path, prompts):
+    """Float32, the dtype that layout split serves on this backend."""
+    stock = generate(None, "count", "generate", dtype="float32")
+    hot = NUM_EXPERTS * 3 // 4
+    made = make_map(stock["counts"], hot)
+    split = pinned(tmp_path, made) | {"expert_layout": "split", "dtype": "float32"}
+    ours = generate(trees(), "residency", "count", "generate", **split)
+    assert ours["tokens"] == stock["tokens"]
+    assert "Expert weights: 5 layers, layout split, two_calls" in ours["log"]
+    cold_served = 0
+    for entry in ours["residency"]:
+        assert (entry["hot_rows"], entry["cold_rows"]) == (hot, NUM_EXPERTS - hot)
+        ranking = made["layers"][entry["layer"]]["ranking"]
+        cold_served += sum(ours["counts"][entry["layer"]][e] for e in ranking[hot:])
+    assert cold_served > 0
+
+
+def test_layout_split_compiles(generate, trees, tmp_path):
+    compiled = {"enforce_eager": False, "env": {"VLLM_CACHE_ROOT": str(tmp_path)}}
+    compiled["dtype"] = "float32"
+    stock = generate(None, "generate", **compiled)
+    flags = pinned(tmp_path, make_map(random_counts(), 20)) | compiled
+    ours = generate(trees(), "generate", **flags, expert_layout="split")
+    assert ours["tokens"] == stock["tokens"]
+
+
 def test_compile_cache_keys(generate, trees, tmp_path):
     """Stock, overlay off and pinned_hot never share a key; two maps do."""
     stock = generate(None, "key")["key"]

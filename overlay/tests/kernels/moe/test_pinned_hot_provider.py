@@ -215,6 +215,19 @@ def test_model_that_writes_past_the_weight_loader_is_refused(tmp_path):
     assert LAYER_NAMES[0] in str(error.value)
 
 
+@pytest.mark.parametrize("shown", (True, False))
+def test_progress_is_shown_layer_by_layer(tmp_path, shown, capfd):
+    config = pinned_config(tmp_path, use_tqdm_on_load=shown)
+    with single_rank(config, tmp_path):
+        layers = load(config, torch.float32)
+        load_weights(layers[0])  # a second time is no progress
+    lines = [x for x in capfd.readouterr().err.splitlines() if "Placing expert" in x]
+    if shown:
+        assert "2/2" in lines[-1] and "3/2" not in lines[-1]
+    else:
+        assert lines == []
+
+
 def test_ranges_are_freed_with_the_model(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     config = pinned_config(tmp_path, model_changes={"head_dim": 32})

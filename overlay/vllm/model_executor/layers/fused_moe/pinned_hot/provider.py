@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tqdm.auto import tqdm
 
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.expert_provider import ExpertProviderConfig
@@ -56,6 +57,7 @@ from vllm.model_executor.layers.fused_moe.pinned_hot.tensors import (
     why_not_rows,
     why_not_scales,
 )
+from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 from vllm.platforms import current_platform
 
 if TYPE_CHECKING:
@@ -70,6 +72,8 @@ logger = init_logger(__name__)
 # Loaders that fill a model's parameters in place; the others bring their own
 # storage, which would be re-homed only after the whole model is in memory.
 _LOAD_FORMATS = ("auto", "hf", "safetensors", "mistral", "dummy")
+# A line for each layer, like the loader's own for files: logs have no cursor.
+_PROGRESS = "{desc}: {percentage:3.0f}% | {n_fmt}/{total_fmt} [{elapsed}<{remaining}]\n"
 
 
 # An engine validates once and then asks for every layer; the cache also makes all
@@ -223,6 +227,7 @@ class PinnedHotProvider(ExpertWeightProvider):
         self._granted: int | None = None
         self._homes: dict[str, int] = {}
         self._residency: ExpertResidency | None = None
+        self._progress: tqdm | None = None
         self._run: RunExperts | None = None
 
     @property
@@ -312,9 +317,16 @@ class PinnedHotProvider(ExpertWeightProvider):
             _budget_bytes(vllm_config, unloaded_bytes),
             vllm_config.parallel_config.local_world_size,
         )
+        progress = tqdm(
+            total=len(layers),
+            desc="Placing expert rows",
+            bar_format=_PROGRESS,
+            disable=not enable_tqdm(vllm_config.load_config.use_tqdm_on_load),
+        )
         for name, layer in layers.items():
             provider = layer.expert_provider
             assert isinstance(provider, cls)
+            provider._progress = progress
             provider._entry, provider._dummy = entries[name], dummy
             provider._granted = granted[name]
             if provider.deferred:
@@ -354,6 +366,9 @@ class PinnedHotProvider(ExpertWeightProvider):
         self._homes = _addresses(layer, names.rows)
         self._residency = placed.residency
         self.attached = True
+        if self._progress is not None:
+            self._progress.update()
+            self._progress = None
 
     def run(
         self, experts: "FusedMoEExpertsModular", **arguments: Any

@@ -50,6 +50,7 @@ from vllm.model_executor.layers.fused_moe.pinned_hot.tensors import (
     row_tensor,
     why_not_kernel,
 )
+from vllm.utils.math_utils import round_up
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -101,6 +102,8 @@ class SplitLayout(Layout):
         if staged and (reason := self.memory.why_not_staged()):
             raise ValueError(reason)
 
+        page_bytes = self.memory.page_bytes
+
         def tail_bytes(hot: Mapping[str, int]) -> list[int]:
             """Bytes that the most cold rows of a staged layer take, by tensor."""
             sizes = [
@@ -110,20 +113,28 @@ class SplitLayout(Layout):
                 ]
                 for name in staged
             ]
-            return [max(tensor) for tensor in zip(*sizes, strict=True)]
-
-        ranked = {name: (entries[name], rows[name].row_bytes) for name in layers}
+            return [
+                round_up(max(tensor), page_bytes) for tensor in zip(*sizes, strict=True)
+            ]
 
         def hot_bytes(hot: Mapping[str, int]) -> int:
-            return sum(count * ranked[name][1] for name, count in hot.items())
+            """Bytes of the pages that the hot rows take."""
+            return sum(
+                round_up(hot[name] * tensor.row_bytes, page_bytes)
+                for name, found in rows.items()
+                for tensor in found.tensors
+            )
 
+        ranked = {name: (entries[name], rows[name].row_bytes) for name in layers}
         granted = hot_row_counts(ranked, budget)
-        # Fewer hot rows leave more to stage, so this ends.
-        while budget is not None and any(granted.values()):
-            left = budget - sum(tail_bytes(granted))
-            if hot_bytes(granted) <= left:
+        spend = budget
+        while spend is not None and budget is not None and any(granted.values()):
+            # Pages, and what has to be staged: more of it, the fewer rows are hot.
+            over = hot_bytes(granted) + sum(tail_bytes(granted)) - budget
+            if over <= 0:
                 break
-            granted = hot_row_counts(ranked, left)
+            spend -= over
+            granted = hot_row_counts(ranked, spend)
         self._tail_bytes = tail_bytes(granted)
         tail = sum(self._tail_bytes)
         if budget is not None and tail > budget:

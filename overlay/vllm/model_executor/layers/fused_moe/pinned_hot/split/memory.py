@@ -26,6 +26,8 @@ class SplitMemory(ABC):
 
     memories: tuple[str, str]
     """What the hot and the cold memory are, for people."""
+    page_bytes: int
+    """What the size of a tensor's hot part is rounded up to, bytes."""
 
     @property
     def cold_bytes_per_s(self) -> float | None:
@@ -84,6 +86,7 @@ class PinnedMemory(SplitMemory):
 
     def __init__(self, backing: DeviceBacking):
         self.backing = backing
+        self.page_bytes = backing.page_bytes
         self.pinned_bytes = 0
 
     @property
@@ -222,6 +225,7 @@ class FileMemory(SplitMemory):
     def __init__(self, backing: FileBacking):
         self.backing = backing
         self.memories = backing.memories
+        self.page_bytes = backing.page_bytes
 
     def why_not_staged(self) -> str | None:
         return "--expert-split-mode staged is for CUDA. Use two_calls."

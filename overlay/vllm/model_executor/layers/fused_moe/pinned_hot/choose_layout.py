@@ -43,14 +43,18 @@ def layout_kind(config: ExpertProviderConfig) -> LayoutKind:
     if current_platform.is_cpu() or config.peer_device is not None:
         return "range"
     speeds = _device_backing(config).speeds()
-    if speeds.why_not_range is None and not speeds.range_is_slow:
-        return "range"
     reason = speeds.why_not_range or (
-        f"host memory is read at {(speeds.in_range or 0) / 1e9:.1f} GB/s in a range "
-        f"and at {(speeds.pinned or 0) / 1e9:.1f} GB/s outside"
+        f"host memory is read at {_gigabytes(speeds.in_range)} GB/s in a range and at "
+        f"{_gigabytes(speeds.pinned)} GB/s outside"
     )
-    logger.info_once("--expert-layout auto takes split: %s", reason)
-    return "split"
+    slow = speeds.why_not_range is not None or speeds.range_is_slow
+    kind: LayoutKind = "split" if slow else "range"
+    logger.info_once("--expert-layout auto takes %s: %s", kind, reason)
+    return kind
+
+
+def _gigabytes(bytes_per_s: float | None) -> str:
+    return "unknown" if bytes_per_s is None else f"{bytes_per_s / 1e9:.1f}"
 
 
 def process_layout(config: ExpertProviderConfig) -> Layout:

@@ -421,13 +421,17 @@ def test_merged_output_passes_deepseek_v41(kernel, mhc, monkeypatch, num_hot):
     assert torch.equal(found, expected)
 
 
+# What FlashInfer's call returns of an unfinalized output, in its order.
+FIELDS = ("gemm2_permuted", "expert_weights", "expanded_idx_to_permuted_idx")
+
+
 def test_deepseek_v41_checks_have_teeth(kernel, mhc):
     ids, weights = make_routes(TOKENS)
     routed = run_split(3, ids, weights, defer=True)
     consumer = reduce_of(mhc, [])
 
     def finalize(**changes):
-        given = vars(routed) | changes
+        given = {name: getattr(routed, name) for name in FIELDS} | changes
         shared = torch.zeros((TOKENS, HIDDEN), dtype=torch.bfloat16)
         residual = torch.zeros((TOKENS, 4, HIDDEN), dtype=torch.bfloat16)
         mix, comb = torch.zeros((TOKENS, 4)), torch.zeros((TOKENS, 16))
@@ -455,7 +459,10 @@ def test_merged_output_passes_the_conversion_of_stock(kernel):
     ids, weights = make_routes(TOKENS)
     routed = run_split(4, ids, weights, defer=True)
     again = convert_flashinfer_moe_output(
-        list(vars(routed).values()), do_finalize=False, num_tokens=TOKENS, top_k=TOP_K
+        [getattr(routed, name) for name in FIELDS],
+        do_finalize=False,
+        num_tokens=TOKENS,
+        top_k=TOP_K,
     )
     assert torch.equal(stub.finalized(again), stub.finalized(routed))
 

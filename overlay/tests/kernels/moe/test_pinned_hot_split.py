@@ -31,7 +31,7 @@ from vllm.model_executor.layers.fused_moe.pinned_hot import provider as provider
 from vllm.model_executor.layers.fused_moe.pinned_hot.choose_layout import layout_kind
 from vllm.model_executor.layers.fused_moe.pinned_hot.device_backing import ColdSpeeds
 from vllm.model_executor.layers.fused_moe.pinned_hot.map_file import rank_experts
-from vllm.model_executor.layers.fused_moe.pinned_hot.split.cpu_routes import (
+from vllm.model_executor.layers.fused_moe.pinned_hot.split.fma import (
     fused_multiply_add,
 )
 from vllm.model_executor.layers.fused_moe.pinned_hot.split.rows import (

@@ -15,6 +15,9 @@ import torch
 
 from vllm._custom_ops import cpu_fused_moe
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.pinned_hot.split.fma import (
+    fused_multiply_add,
+)
 from vllm.model_executor.layers.fused_moe.pinned_hot.split.row_ids import row_ids
 from vllm.model_executor.layers.fused_moe.pinned_hot.split.rows import RowOrder
 from vllm.model_executor.layers.fused_moe.pinned_hot.split.triton_rows import Parts
@@ -32,32 +35,6 @@ def why_not_cpu(layer: "RoutedExperts") -> str | None:
         f"{str(layer.params_dtype).removeprefix('torch.')}. Use --expert-layout range "
         "or --dtype float32"
     )
-
-
-def fused_multiply_add(
-    factor: torch.Tensor, weight: torch.Tensor, addend: torch.Tensor
-) -> torch.Tensor:
-    """Compute `factor * weight + addend` in float32 with one rounding.
-
-    The product is exact in float64. The sum is rounded to odd there, so that rounding
-    it again to float32 gives what rounding once would (Boldo and Melquiond, "Emulation
-    of a FMA and correctly rounded sums", IEEE Transactions on Computers 57(4), 2008).
-
-    Args:
-        factor: Float32 of any shape.
-        weight: Float32, broadcast to it.
-        addend: Float32 of the same shape.
-
-    """
-    product, addend = factor.double() * weight.double(), addend.double()
-    total = product + addend
-    # The rounding error of the sum, exactly (Knuth's TwoSum).
-    part = total - product
-    error = (product - (total - part)) + (addend - part)
-    bits = total.view(torch.int64)
-    outward = torch.where((error > 0) == (total > 0), 1, -1)
-    inexact_even = (error != 0) & (bits % 2 == 0)
-    return torch.where(inexact_even, bits + outward, bits).view(torch.float64).float()
 
 
 class CpuRoutes:

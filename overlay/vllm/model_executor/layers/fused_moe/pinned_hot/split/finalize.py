@@ -13,6 +13,9 @@ from collections.abc import Sequence
 import torch
 
 from vllm.model_executor.layers.fused_moe.moe_output import UnfinalizedMoEOutput
+from vllm.model_executor.layers.fused_moe.pinned_hot.split.fma import (
+    fused_multiply_add,
+)
 from vllm.triton_utils import tl, triton
 
 _BLOCK = 1024
@@ -96,19 +99,8 @@ def _flush(x: torch.Tensor) -> torch.Tensor:
 def _fma_ftz_reference(
     a: torch.Tensor, b: torch.Tensor, c: torch.Tensor
 ) -> torch.Tensor:
-    """Return a * b + c of fp32 tensors as `_fma_ftz` does.
-
-    The product is exact in fp64. The sum gets an odd last bit there when it is inexact
-    (towards the exact sum), so that it is as if only the rounding to fp32 took place.
-    """
-    product = _flush(a).double() * _flush(b).double()
-    addend = c.double().expand_as(product)
-    total = product + addend
-    part = total - product
-    error = (product - (total - part)) + (addend - part)
-    bits = (total.view(torch.int64) - (error * total < 0).to(torch.int64)) | 1
-    odd = torch.where(error == 0, total, bits.view(torch.float64))
-    return _flush(torch.where(total.isfinite(), odd, total).float())
+    """Return a * b + c of fp32 tensors as `_fma_ftz` does."""
+    return _flush(fused_multiply_add(_flush(a), _flush(b), c))
 
 
 def finalize_parts_reference(

@@ -137,6 +137,48 @@ def test_layout_split_compiles_for_each_map(generate, trees, tmp_path):
         assert ours["tokens"] == stock["tokens"]
 
 
+def test_two_ranks_give_what_stocks_two_ranks_give(generate, trees, tmp_path):
+    """Tensor parallelism: every rank places its part of each row."""
+    two_ranks = {
+        "dtype": "float32",
+        "tensor_parallel_size": 2,
+        "env": {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "0|0",
+        },
+    }
+    stock = generate(None, "generate", **two_ranks)
+    flags = pinned(tmp_path, make_map(random_counts(), 20)) | two_ranks
+    for layout in ("range", "split"):
+        ours = generate(trees(), "residency", "generate", **flags, expert_layout=layout)
+        assert ours["tokens"] == stock["tokens"]
+        for entry in ours["residency"]:
+            assert (entry["hot_rows"], entry["cold_rows"]) == (20, NUM_EXPERTS - 20)
+
+
+# B11
+@pytest.mark.parametrize("named", [False, True])
+def test_draft_layers_are_resident_unless_named(generate, trees, tmp_path, named):
+    """Speculative decoding with a draft model: its layers have maps of their own."""
+    drafting = {
+        "dtype": "float32",
+        "speculative_config": {
+            "model": str(MODEL),
+            "method": "draft_model",
+            "num_speculative_tokens": 2,
+        },
+    }
+    stock = generate(None, "generate", **drafting)
+    made = make_map(random_counts(), 20)
+    if named:
+        entries = make_map(random_counts(1), 8)["layers"]
+        made["draft_layers"] = {f"draft_model.{x}": y for x, y in entries.items()}
+    ours = generate(trees(), "generate", **drafting, **pinned(tmp_path, made))
+    assert ours["tokens"] == stock["tokens"]
+    assert ours["log"].count("Expert weights: 5 layers") == 1 + named
+    assert ("40 rows hot" in ours["log"]) == named
+
+
 def test_compile_cache_keys(generate, trees, tmp_path):
     """Stock, overlay off and pinned_hot never share a key; two maps do."""
     stock = generate(None, "key")["key"]

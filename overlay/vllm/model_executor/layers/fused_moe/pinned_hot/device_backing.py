@@ -32,7 +32,8 @@ logger = init_logger(__name__)
 # What CUDA offers everywhere; the driver's own answer is checked against it.
 _PAGE_BYTES = 2 << 20
 _PROBE_BYTES = 256 << 20
-_PROBE_REPEATS = 3
+# Reads of each kind, and how many more if a range seems to be slow.
+_PROBE_REPEATS = (3, 20)
 # Below this fraction of the bandwidth of ordinary pinned memory, two tensors per
 # expert tensor would serve better than one range.
 _RANGE_WORTH = 0.9
@@ -196,27 +197,37 @@ class DeviceBacking(RangeBacking):
             rows = torch.empty(
                 _PROBE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True
             )
-            pinned = _read_bytes_per_s(get_accelerator_view_from_cpu_tensor(rows))
-        if not self.has_ranges:
-            return ColdSpeeds(
-                pinned=pinned,
-                why_not_range="the driver offers no virtual memory management here "
-                "(WSL, vGPU and some containers lack it)",
+            pinned = get_accelerator_view_from_cpu_tensor(rows)
+        pages, why_not = None, None
+        if self.has_ranges:
+            like = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device="meta")
+            try:
+                pages = self._range(like, [False] * (_PROBE_BYTES // self.page_bytes))
+            except RuntimeError as error:
+                why_not = f"cold pages cannot be mapped ({error})"
+        elif vmm.driver is None:
+            why_not = "the Python package cuda-bindings is missing"
+        else:
+            why_not = (
+                "the driver offers no virtual memory management here (WSL, vGPU and "
+                "some containers lack it)"
             )
-        like = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device="meta")
-        try:
-            pages = self._range(like, [False] * (_PROBE_BYTES // self.page_bytes))
-        except RuntimeError as error:
-            return ColdSpeeds(
-                pinned=pinned, why_not_range=f"cold pages cannot be mapped ({error})"
+        # Another user of the link may slow one of them down for a moment.
+        for repeats in _PROBE_REPEATS:
+            speeds = ColdSpeeds(
+                in_range=_read_bytes_per_s(pages, repeats),
+                pinned=_read_bytes_per_s(pinned, repeats),
+                why_not_range=why_not,
             )
-        speeds = ColdSpeeds(in_range=_read_bytes_per_s(pages), pinned=pinned)
-        logger.info_once(
-            "GPU %d reads %s in a range at %.1f GB/s",
-            self.device,
-            self.memories[1],
-            speeds.in_range / 1e9,
-        )
+            if not speeds.range_is_slow:
+                break
+        if speeds.in_range is not None:
+            logger.info_once(
+                "GPU %d reads %s in a range at %.1f GB/s",
+                self.device,
+                self.memories[1],
+                speeds.in_range / 1e9,
+            )
         return speeds
 
     def build(self, source: torch.Tensor, hot: PageMask, label: str) -> torch.Tensor:
@@ -251,11 +262,13 @@ class DeviceBacking(RangeBacking):
         return made.tensor(like)
 
 
-def _read_bytes_per_s(source: torch.Tensor) -> float:
-    """How fast a kernel reads a tensor, bytes per second."""
+def _read_bytes_per_s(source: torch.Tensor | None, repeats: int) -> float | None:
+    """How fast a kernel reads a tensor at best, bytes per second; None without one."""
+    if source is None:
+        return None
     sink = torch.empty(source.shape, dtype=source.dtype, device="cuda")
     seconds = []
-    for _ in range(_PROBE_REPEATS):
+    for _ in range(repeats):
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         begin.record()

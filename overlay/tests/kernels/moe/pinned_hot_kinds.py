@@ -182,6 +182,15 @@ KINDS = {
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def options_of(kind):
+    """Options of an engine with layers of a kind."""
+    return {
+        "dtype": kind.dtype,
+        "quantization": kind.online,
+        "moe_backend": kind.backend,
+    }
+
+
 def load(config, kind, names=LAYER_NAMES[:1]):
     """Take layers of a kind through the loader's steps, each with other weights."""
     quant_config = config.quant_config

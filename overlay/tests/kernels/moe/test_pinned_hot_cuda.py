@@ -24,6 +24,7 @@ from tests.kernels.moe.pinned_hot_kinds import (
     as_bytes,
     counts,
     load,
+    options_of,
     outputs,
     stable_alignment,
 )
@@ -63,11 +64,7 @@ def fresh_maps():
 @pytest.mark.parametrize("tier", TIERS)
 def test_layer_is_bit_identical(tmp_path, tier, name, monkeypatch):
     kind = KINDS[name]
-    options = {
-        "dtype": kind.dtype,
-        "quantization": kind.online,
-        "moe_backend": kind.backend,
-    }
+    options = options_of(kind)
     model = write_model(tmp_path / "model", **MODEL)
     stock = engine_config(model, **options)
     with single_rank(stock, tmp_path):

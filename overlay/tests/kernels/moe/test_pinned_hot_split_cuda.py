@@ -23,6 +23,7 @@ from tests.kernels.moe.pinned_hot_kinds import (
     E,
     counts,
     load,
+    options_of,
     outputs,
     stable_alignment,
 )
@@ -56,14 +57,6 @@ def fresh_maps():
     yield
     gc.collect()
     torch.accelerator.empty_cache()
-
-
-def options_of(kind):
-    return {
-        "dtype": kind.dtype,
-        "quantization": kind.online,
-        "moe_backend": kind.backend,
-    }
 
 
 def split_config(tmp_path, stock, options, hot, mode, names=LAYER_NAMES[:1]):

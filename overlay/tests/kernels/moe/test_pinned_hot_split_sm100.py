@@ -37,8 +37,8 @@ from vllm.model_executor.layers.fused_moe.pinned_hot.split.parts import (
 )
 from vllm.model_executor.layers.fused_moe.pinned_hot.split.rows import RowOrder
 from vllm.model_executor.layers.fused_moe.pinned_hot.split.trtllm_gen import (
+    TrtLlmRows,
     TrtLlmSplit,
-    TrtLlmStaged,
 )
 from vllm.platforms import current_platform
 from vllm.utils.flashinfer import has_flashinfer
@@ -298,10 +298,8 @@ def test_one_call_in_row_order_equals(config, monkeypatch):
     permute_expert_tensors(layer.layer, order.experts, layer.rows)
     for row in layer.rows.values():
         row.data.copy_(row.data[list(order.experts)].clone())
-    staging = SimpleNamespace(
-        stage=lambda ids: None, row_map=order.row_map(layer.rows["w13_weight"].device)
-    )
-    run = TrtLlmStaged(layer.experts, staging)
+    row_map = order.row_map(layer.rows["w13_weight"].device)
+    run = TrtLlmRows(layer.experts, row_map)
     for call, expected in zip(calls, outputs, strict=True):
         output = torch.full_like(expected, float("nan"))
         run(**call | {"output": output})

@@ -33,10 +33,11 @@ from vllm.model_executor.layers.fused_moe.pinned_hot.split.parts import (
     permute_expert_tensors,
 )
 from vllm.model_executor.layers.fused_moe.pinned_hot.split.rows import RowOrder
+from vllm.model_executor.layers.fused_moe.pinned_hot.split.staged import Staged
 from vllm.model_executor.layers.fused_moe.pinned_hot.split.trtllm_gen import (
     TRTLLM_KERNELS,
+    TrtLlmRows,
     TrtLlmSplit,
-    TrtLlmStaged,
     why_not_trtllm,
     why_not_two_calls,
 )
@@ -222,7 +223,8 @@ def test_one_call_with_staged_rows_equals_the_unsplit_layer(
     permute_expert_tensors(layer, order.experts, layer.rows)
     staging = CopiedRows(layer, order)
     given = arguments(layer, TOKENS, ids, weights)
-    found = TrtLlmStaged(layer.experts, staging)(**given)
+    run = Staged(staging, TrtLlmRows(layer.experts, staging.row_map))
+    found = run(**given)
     if defer:
         found, expected = stub.finalized(found), stub.finalized(expected)
     else:

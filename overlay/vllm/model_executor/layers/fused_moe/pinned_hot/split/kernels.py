@@ -27,8 +27,8 @@ from vllm.model_executor.layers.fused_moe.pinned_hot.split.triton_rows import (
 )
 from vllm.model_executor.layers.fused_moe.pinned_hot.split.trtllm_gen import (
     TRTLLM_KERNELS,
+    TrtLlmRows,
     TrtLlmSplit,
-    TrtLlmStaged,
     why_not_trtllm,
 )
 from vllm.model_executor.layers.fused_moe.pinned_hot.tensors import (
@@ -105,7 +105,7 @@ def _staged_marlin(
 def _staged_trtllm(
     experts: Any, order: RowOrder, staging: Staging, w1: torch.Tensor, w2: torch.Tensor
 ) -> RunExperts:
-    return TrtLlmStaged(experts, staging)
+    return Staged(staging, TrtLlmRows(experts, staging.row_map))
 
 
 _TRTLLM = SplitKernel(

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
         FusedMoEExpertsModular,
     )
     from vllm.model_executor.layers.fused_moe.pinned_hot.split.rows import RowOrder
-    from vllm.model_executor.layers.fused_moe.pinned_hot.split.staged import Staging
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 _RANGE = "Use --expert-layout range"
@@ -381,26 +380,25 @@ class TrtLlmSplit:
         )
 
 
-class TrtLlmStaged:
-    """Runs trtllm-gen experts in one call, after the cold rows it needs were copied.
+class TrtLlmRows:
+    """Runs trtllm-gen experts in one call on weights in row order.
 
     The call has as many local experts as that of the unsplit layer, and so the same
     tiles. Nothing is summed apart, so any modular class of the family is served.
 
     Args:
         experts: The layer's experts object, its small tensors in row order.
-        staging: The layer's cold rows.
+        row_map: Expert to row, int32 `(E,)`.
 
     """
 
-    def __init__(self, experts: "FusedMoEExpertsModular", staging: "Staging"):
+    def __init__(self, experts: "FusedMoEExpertsModular", row_map: torch.Tensor):
         self.experts = experts
-        self.staging = staging
+        self.row_map = row_map
 
     def __call__(
         self, *, topk_ids: torch.Tensor, **arguments: Any
     ) -> UnfinalizedMoEOutput | None:
         """Compute the layer; see `FusedMoEExpertsModular.apply`."""
-        self.staging.stage(topk_ids)
-        ids = row_ids(topk_ids, self.staging.row_map)
+        ids = row_ids(topk_ids, self.row_map)
         return self.experts.apply(topk_ids=ids, **arguments)

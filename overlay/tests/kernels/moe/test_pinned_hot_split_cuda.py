@@ -4,7 +4,6 @@
 
 import gc
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
@@ -69,21 +68,10 @@ def split_config(tmp_path, stock, options, hot, mode, names=LAYER_NAMES[:1]):
     return engine_config(tmp_path / "model", **options, **flags)
 
 
-@pytest.fixture
-def every_mode(monkeypatch):
-    """Serve kernels and modes that are refused until this file has shown them."""
-    for kernel, modes in kernels._BY_KERNEL.items():
-        monkeypatch.setitem(kernels._BY_KERNEL, kernel, replace(modes, unshown=()))
-    for method, names in tensors._BY_METHOD.items():
-        candidates = tuple(k for k in names.kernels if k in kernels._BY_KERNEL)
-        admitted = replace(names, split=names.split + candidates)
-        monkeypatch.setitem(tensors._BY_METHOD, method, admitted)
-
-
 # mode: which way the layer's kernel may have; a kernel without it is left out.
 @pytest.mark.parametrize("mode", ["two_calls", "staged"])
 @pytest.mark.parametrize("name", KINDS)
-def test_layer_is_bit_identical(tmp_path, name, mode, monkeypatch, every_mode):
+def test_layer_is_bit_identical(tmp_path, name, mode, monkeypatch):
     kind = KINDS[name]
     write_model(tmp_path / "model", **MODEL)
     stock = engine_config(tmp_path / "model", **options_of(kind))
@@ -129,7 +117,7 @@ def device_bytes():
 
 # A1, A2: from the driver, since every tensor says it is on the GPU.
 @pytest.mark.parametrize("name, mode", CASES)
-def test_device_holds_hot_rows_only(tmp_path, name, mode, every_mode):
+def test_device_holds_hot_rows_only(tmp_path, name, mode):
     kind = KINDS[name]
     write_model(tmp_path / "model", **MODEL | {"num_hidden_layers": len(NAMES)})
     stock = engine_config(tmp_path / "model", **options_of(kind))
@@ -166,7 +154,7 @@ def test_device_holds_hot_rows_only(tmp_path, name, mode, every_mode):
 # A11, B21: layers share the staging place, and batches follow one another.
 @pytest.mark.parametrize("name, mode", CASES)
 @pytest.mark.parametrize("captured", [False, True])
-def test_layers_in_turn(tmp_path, name, mode, captured, monkeypatch, every_mode):
+def test_layers_in_turn(tmp_path, name, mode, captured, monkeypatch):
     kind = KINDS[name]
     if kind.online:
         monkeypatch.setattr(marlin_moe, "moe_align_block_size", stable_alignment)

@@ -71,22 +71,24 @@ _BY_METHOD: dict[str, ExpertTensors] = {
     "Fp8PerBlockOnlineMoEMethod": ExpertTensors(_TRITON, bits=8, split=_TRITON),
     "Fp8PtpcOnlineMoEMethod": ExpertTensors(_CUTLASS, bits=8),
     "Int8OnlineMoEMethod": ExpertTensors(_TRITON, bits=8, split=_TRITON),
-    "Mxfp8OnlineMoEMethod": ExpertTensors(_MARLIN, bits=8),
-    "Mxfp4OnlineMoEMethod": ExpertTensors(_MARLIN, bits=4),
+    "Mxfp8OnlineMoEMethod": ExpertTensors(_MARLIN, bits=8, split=_MARLIN),
+    "Mxfp4OnlineMoEMethod": ExpertTensors(_MARLIN, bits=4, split=_MARLIN),
     # Quantized checkpoints.
     "Fp8MoEMethod": ExpertTensors(_TRITON, split=_TRITON),
     "CompressedTensorsW8A8Fp8MoEMethod": ExpertTensors(_CUTLASS),
-    "CompressedTensorsWNA16MoEMethod": ExpertTensors(_MARLIN, _PACKED, _PACKED),
-    "CompressedTensorsW4A4Nvfp4MoEMethod": ExpertTensors(
-        _MARLIN, _PACKED, split=_NVFP4
+    "CompressedTensorsWNA16MoEMethod": ExpertTensors(
+        _MARLIN, _PACKED, _PACKED, split=_MARLIN
     ),
-    "AutoGPTQMoEMethod": ExpertTensors(_MARLIN, _QWEIGHTS, _QWEIGHTS),
-    "AutoAWQMoEMethod": ExpertTensors(_MARLIN, _QWEIGHTS, _QWEIGHTS),
+    "CompressedTensorsW4A4Nvfp4MoEMethod": ExpertTensors(
+        _MARLIN, _PACKED, split=_MARLIN + _NVFP4
+    ),
+    "AutoGPTQMoEMethod": ExpertTensors(_MARLIN, _QWEIGHTS, _QWEIGHTS, split=_MARLIN),
+    "AutoAWQMoEMethod": ExpertTensors(_MARLIN, _QWEIGHTS, _QWEIGHTS, split=_MARLIN),
     "ModelOptFp8MoEMethod": ExpertTensors(_TRITON, split=_TRITON),
-    "ModelOptMxFp8FusedMoE": ExpertTensors(_MARLIN),
-    "ModelOptNvFp4FusedMoE": ExpertTensors(_MARLIN, split=_NVFP4),
-    "Mxfp4MoEMethod": ExpertTensors(_MARLIN, zeroed=True, split=_MXFP4),
-    "GptOssMxfp4MoEMethod": ExpertTensors(_MARLIN, zeroed=True, split=_MXFP4),
+    "ModelOptMxFp8FusedMoE": ExpertTensors(_MARLIN, split=_MARLIN),
+    "ModelOptNvFp4FusedMoE": ExpertTensors(_MARLIN, split=_MARLIN + _NVFP4),
+    "Mxfp4MoEMethod": ExpertTensors(_MARLIN, zeroed=True, split=_MARLIN + _MXFP4),
+    "GptOssMxfp4MoEMethod": ExpertTensors(_MARLIN, zeroed=True, split=_MARLIN + _MXFP4),
 }
 
 

@@ -66,8 +66,6 @@ class SplitKernel:
         staged: Runs it on one tensor behind whose hot rows the cold ones are staged,
             made from the experts object, the row order, the staging, and both weights.
         row_order: Modes that want the layer's other expert tensors in row order.
-        unshown: Modes that nobody has compared with the unsplit layer, which are
-            refused.
         why_not: Why a layer of the kernel cannot be served, before it is loaded.
 
     """
@@ -75,17 +73,12 @@ class SplitKernel:
     two_calls: Callable[..., RunExperts] | None = None
     staged: Callable[..., RunExperts] | None = None
     row_order: tuple[str, ...] = ()
-    unshown: tuple[str, ...] = ()
     why_not: Callable[["RoutedExperts"], str | None] = why_not_units
 
     @property
     def modes(self) -> tuple[str, ...]:
         """Values of `--expert-split-mode` that serve it, the better one first."""
-        return tuple(
-            mode
-            for mode in ("two_calls", "staged")
-            if getattr(self, mode) and mode not in self.unshown
-        )
+        return tuple(mode for mode in ("two_calls", "staged") if getattr(self, mode))
 
 
 def _staged_triton(
@@ -116,12 +109,8 @@ _TRTLLM = SplitKernel(
 )
 
 _BY_KERNEL: dict[str, SplitKernel] = {
-    "TritonExperts": SplitKernel(
-        two_calls=TritonRows, staged=_staged_triton, unshown=("staged",)
-    ),
-    "MarlinExperts": SplitKernel(
-        staged=_staged_marlin, row_order=("staged",), unshown=("staged",)
-    ),
+    "TritonExperts": SplitKernel(two_calls=TritonRows, staged=_staged_triton),
+    "MarlinExperts": SplitKernel(staged=_staged_marlin, row_order=("staged",)),
     "CPUUnquantizedExperts": SplitKernel(two_calls=CpuRoutes, why_not=why_not_cpu),
     **dict.fromkeys(TRTLLM_KERNELS, _TRTLLM),
 }

@@ -25,7 +25,7 @@ STEPS_DRAWN = 8192
 # One stream's step is short and so is its share of the run: more repeats, less noise.
 SINGLE_STREAM_REPEATS = 3
 PROFILED_TOKENS = 24
-PREFILL_TOKENS = 2048
+PREFILL_REPEATS = 3
 
 
 def skewed_strategy(job: dict[str, Any]) -> Any:
@@ -195,15 +195,18 @@ def main() -> None:
         llm.generate(prompts, sampling, use_tqdm=False)
         return time.perf_counter() - start
 
-    def prefill_ms() -> float:
-        prompt = [3 + i % 1000 for i in range(PREFILL_TOKENS)]
+    def prefill_ms(tokens: int) -> float:
+        prompt = [3 + i % 1000 for i in range(tokens)]
         sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         begin = time.perf_counter()
         llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
         return (time.perf_counter() - begin) * 1e3
 
-    prefill_ms()
-    result["prefill_ms"] = statistics.median(prefill_ms() for _ in range(3))
+    result["prefill_ms"] = {}
+    for tokens in job["prefill_tokens"]:
+        prefill_ms(tokens)
+        found = [prefill_ms(tokens) for _ in range(PREFILL_REPEATS)]
+        result["prefill_ms"][tokens] = statistics.median(found)
     short, long = job["tokens"]
     for streams in job["streams"]:
         timed(streams, short)

@@ -66,6 +66,9 @@ PINNED: dict[str, dict[str, str]] = {
 # Those that read cold rows.
 COLD = tuple(arm for arm in PINNED if arm != "all_hot")
 KV_BYTES = 2 << 30
+# Prompts that are each one batch.
+PREFILL_TOKENS = (2048, 8192)
+MAX_TOKENS = PREFILL_TOKENS[-1] + 256
 
 
 def model_config(shape: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -87,7 +90,7 @@ def model_config(shape: dict[str, Any], layers: int) -> dict[str, Any]:
         "head_dim": 128,
         "num_hidden_layers": layers,
         "norm_topk_prob": True,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": MAX_TOKENS,
         "tie_word_embeddings": True,
     }
 
@@ -193,8 +196,9 @@ def ratios(arms: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
     for arm in (*PINNED, "positional"):
         if arm in arms:
             stock, other = arms["resident"][0], arms[arm][0]
-            name = f"{arm}_over_resident_prefill"
-            found[name] = stock["prefill_ms"] / other["prefill_ms"]
+            for tokens, took in other["prefill_ms"].items():
+                name = f"{arm}_over_resident_prefill_{tokens}"
+                found[name] = stock["prefill_ms"][tokens] / took
     if "matched" in arms:
         matched = arms["matched"][0]
         layers = matched["layers"]
@@ -300,8 +304,8 @@ def main() -> None:
     engine = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "max_model_len": 2304,
-        "max_num_batched_tokens": 2304,
+        "max_model_len": MAX_TOKENS,
+        "max_num_batched_tokens": MAX_TOKENS,
         "max_num_seqs": 16,
         "kv_cache_memory_bytes": KV_BYTES,
         "gpu_memory_utilization": 0.9,
@@ -349,6 +353,7 @@ def main() -> None:
                     run["cold_bytes"] for run in arms.get("matched", [])
                 ),
                 "streams": STREAMS,
+                "prefill_tokens": PREFILL_TOKENS,
                 "tokens": SLOW_TOKENS if arm in SLOW else TOKENS,
                 "repeats": min(args.repeats, SLOW_REPEATS)
                 if arm in SLOW

@@ -133,8 +133,12 @@ def test_device_holds_hot_rows_only(tmp_path, name, mode):
         layer_bytes = rows // len(NAMES)
         del layers
         config = split_config(tmp_path, stock, options_of(kind), 8, mode, NAMES)
-        before = device_bytes()
         with set_current_vllm_config(config):
+            # Once before, for what the first use of a kernel loads.
+            load(config, kind, NAMES)
+            config.compilation_config.static_forward_context.clear()
+            before = device_bytes()
+            reserved = torch.accelerator.memory_reserved()
             torch.accelerator.reset_peak_memory_stats()
             start = torch.accelerator.memory_allocated()
             layers = load(config, kind, NAMES)
@@ -144,22 +148,24 @@ def test_device_holds_hot_rows_only(tmp_path, name, mode):
             tail = cold[0] if mode == "staged" else 0
             # Ranges and the allocator take whole pages.
             slack = 2 * (2 << 20) * (2 * len(NAMES) + 2)
-            assert abs(resident - sum(cold) + tail - taken) <= slack
+            over = taken - (resident - sum(cold) + tail)
+            kept = torch.accelerator.memory_reserved() - reserved
+            assert abs(over) <= slack, f"{over}, of which torch has {kept}"
             peak = torch.accelerator.max_memory_allocated() - start
             assert peak <= taken + 4 * layer_bytes + slack
         del layers
+        config.compilation_config.static_forward_context.clear()
         assert abs(device_bytes() - before) <= 4 << 20
 
 
 # A11, B21: layers share the staging place, and batches follow one another.
 @pytest.mark.parametrize("name, mode", CASES)
 @pytest.mark.parametrize("captured", [False, True])
-def test_layers_in_turn(tmp_path, name, mode, captured, monkeypatch):
+def test_layers_in_turn(tmp_path, name, mode, captured):
     kind = KINDS[name]
-    if kind.online:
-        monkeypatch.setattr(marlin_moe, "moe_align_block_size", stable_alignment)
     write_model(tmp_path / "model", **MODEL | {"num_hidden_layers": len(NAMES)})
     stock = engine_config(tmp_path / "model", **options_of(kind))
+    # So few ids that stock's alignment uses no atomics and Marlin equals itself.
     batches = [(3, 1), (16, 2), (1, 3), (16, 4)]
     with single_rank(stock, tmp_path):
         layers = load(stock, kind, NAMES)

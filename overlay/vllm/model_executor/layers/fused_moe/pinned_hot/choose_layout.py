@@ -64,13 +64,20 @@ def process_layout(config: ExpertProviderConfig) -> Layout:
         if current_platform.is_cpu()
         else _device_backing(config)
     )
-    return _layout(layout_kind(config), config.expert_split_mode, backing)
+    return _layout(
+        layout_kind(config),
+        config.expert_split_mode,
+        config.expert_stage_tokens,
+        backing,
+    )
 
 
 @functools.cache
-def _layout(kind: LayoutKind, split_mode: str, backing: RangeBacking) -> Layout:
+def _layout(
+    kind: LayoutKind, split_mode: str, stage_tokens: int | None, backing: RangeBacking
+) -> Layout:
     if kind == "range":
-        return RangeLayout(backing)
+        return RangeLayout(backing, stage_tokens)
     # Brings kernels along, which `range` leaves alone.
     from vllm.model_executor.layers.fused_moe.pinned_hot.split.layout import SplitLayout
     from vllm.model_executor.layers.fused_moe.pinned_hot.split.memory import (

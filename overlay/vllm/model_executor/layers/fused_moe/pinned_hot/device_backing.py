@@ -3,7 +3,9 @@
 """Ranges for CUDA: hot pages in HBM, cold pages in host memory the GPU reads."""
 
 import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -85,13 +87,13 @@ class DeviceBacking(RangeBacking):
         )
 
     def _locations(self) -> tuple[vmm.Location, vmm.Location]:
-        """Where hot and cold pages lie."""
+        """Where cold and hot pages lie."""
         cold = (
             vmm.host_location(self.device)
             if self.peer is None
             else vmm.device_location(self.peer)
         )
-        return vmm.device_location(self.device), cold
+        return cold, vmm.device_location(self.device)
 
     @staticmethod
     def why_not_here(layout: str) -> str | None:
@@ -126,8 +128,7 @@ class DeviceBacking(RangeBacking):
                 self.device,
                 (speeds.pinned or 0) / 1e9,
             )
-        hot, cold = self._locations()
-        for where, location in (("hot", hot), ("cold", cold)):
+        for where, location in zip(("cold", "hot"), self._locations(), strict=True):
             if (found := vmm.granularity(location)) > self.page_bytes:
                 raise ValueError(
                     f"GPU {self.device}: {where} pages of {format_bytes(found)} are "
@@ -249,17 +250,54 @@ class DeviceBacking(RangeBacking):
 
     def _range(self, like: torch.Tensor, hot: PageMask | list[bool]) -> torch.Tensor:
         assert len(hot) == cdiv(like.numel() * like.element_size(), self.page_bytes)
-        runs = list(page_runs(hot, self.page_bytes))
         locations = self._locations()
+        pieces = [
+            vmm.NewMemory(locations[run.hot], run.num_bytes)
+            for run in page_runs(hot, self.page_bytes)
+        ]
+        return self.map(pieces).tensor(like)
+
+    def map(self, pieces: Sequence[vmm.Piece]) -> vmm.DeviceRange:
+        """Map memory into a range of this GPU.
+
+        Raises:
+            DriverError: It cannot be had.
+
+        """
         try:
-            made = vmm.DeviceRange(self.device, runs, self.page_bytes, *locations)
+            return vmm.DeviceRange(self.device, pieces, self.page_bytes)
         except vmm.DriverError as error:
             if not error.out_of_memory:
                 raise
             # torch keeps what the last layer freed; the driver needs it now.
             torch.accelerator.empty_cache()
-            made = vmm.DeviceRange(self.device, runs, self.page_bytes, *locations)
-        return made.tensor(like)
+            return vmm.DeviceRange(self.device, pieces, self.page_bytes)
+
+    def twin(
+        self, home: torch.Tensor, hot: PageMask, pages: Iterator[vmm.DeviceMemory]
+    ) -> torch.Tensor:
+        """Make a second range over a tensor's hot pages, all of it in HBM.
+
+        Args:
+            home: What `build` made.
+            hot: `(num_pages,)` mask that it was made with.
+            pages: Gives a page of HBM for each cold one.
+
+        Returns:
+            A tensor like `home` with the same memory where that is hot.
+
+        Raises:
+            DriverError: The range cannot be mapped.
+
+        """
+        pieces: list[vmm.Piece] = []
+        for run in page_runs(hot, self.page_bytes):
+            if run.hot:
+                address = home.data_ptr() + run.start
+                pieces.append(vmm.MappedMemory(address, run.num_bytes))
+            else:
+                pieces += islice(pages, run.num_bytes // self.page_bytes)
+        return self.map(pieces).tensor(home)
 
 
 def _read_bytes_per_s(source: torch.Tensor | None, repeats: int) -> float | None:

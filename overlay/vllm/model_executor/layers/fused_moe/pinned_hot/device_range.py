@@ -11,12 +11,11 @@ Source: CUDA Driver API, section "Virtual Memory Management".
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, TypeAlias
 
 import torch
-
-from vllm.model_executor.layers.fused_moe.pinned_hot.placement import PageRun
 
 try:
     from cuda.bindings import driver
@@ -105,8 +104,63 @@ def supports_ranges(device: int) -> bool:
     )
 
 
+class Piece(Protocol):
+    """Physical memory that a range maps as a whole.
+
+    Attributes:
+        num_bytes: Whole multiples of the granularity.
+
+    """
+
+    num_bytes: int
+
+    def handle(self) -> AbstractContextManager[Any]:
+        """Give the driver's handle, to be mapped before the context ends."""
+        ...
+
+
+class NewMemory:
+    """Memory at a location, made when it is mapped and gone with the mapping."""
+
+    def __init__(self, location: Location, num_bytes: int):
+        self.location = location
+        self.num_bytes = num_bytes
+
+    @contextmanager
+    def handle(self) -> Iterator[Any]:
+        properties = _properties(self.location)
+        handle = _call(driver.cuMemCreate, self.num_bytes, properties, 0)
+        try:
+            yield handle
+        finally:
+            # The mapping keeps the memory; the handle is not needed again.
+            _call(driver.cuMemRelease, handle)
+
+
+class MappedMemory:
+    """Memory that a range has mapped, to be mapped by another one.
+
+    Args:
+        address: Where it begins in that range.
+        num_bytes: All of a piece of that range.
+
+    """
+
+    def __init__(self, address: int, num_bytes: int):
+        self.address = address
+        self.num_bytes = num_bytes
+
+    @contextmanager
+    def handle(self) -> Iterator[Any]:
+        handle = _call(driver.cuMemRetainAllocationHandle, self.address)
+        try:
+            yield handle
+        finally:
+            _call(driver.cuMemRelease, handle)
+
+
 class DeviceMemory:
-    """Physical memory of a GPU that several ranges may map.
+    """Memory of a GPU that several ranges may map.
 
     Freed when it is collected and no range maps it.
 
@@ -122,64 +176,44 @@ class DeviceMemory:
     def __init__(self, device: int, num_bytes: int):
         self.num_bytes = num_bytes
         properties = _properties(device_location(device))
-        self.handle = _call(driver.cuMemCreate, num_bytes, properties, 0)
-        weakref.finalize(self, _call, driver.cuMemRelease, self.handle).atexit = False
+        self._handle = _call(driver.cuMemCreate, num_bytes, properties, 0)
+        weakref.finalize(self, _call, driver.cuMemRelease, self._handle).atexit = False
+
+    @contextmanager
+    def handle(self) -> Iterator[Any]:
+        yield self._handle
 
 
 class DeviceRange:
     """A mapped address range.
 
     Freed when it is collected: after all work of the device is done, unmapped,
-    then its addresses given back. The physical memory goes with the mapping.
+    then its addresses given back. The physical memory goes with its last mapping.
 
     Args:
         device: Index of the GPU that accesses the range.
-        runs: Pages in address order, whole multiples of `page_bytes`.
+        pieces: The memory behind it, in address order.
         page_bytes: Alignment of the range.
-        hot: Location of the hot runs.
-        cold: Location of the cold runs.
-        tail: Memory to map behind the runs.
 
     Raises:
         DriverError: Some memory cannot be had; nothing stays allocated.
 
     """
 
-    def __init__(
-        self,
-        device: int,
-        runs: Iterable[PageRun],
-        page_bytes: int,
-        hot: Location,
-        cold: Location,
-        tail: DeviceMemory | None = None,
-    ):
-        runs = list(runs)
+    def __init__(self, device: int, pieces: Sequence[Piece], page_bytes: int):
         self.device = device
-        self.tail = tail  # to be mapped by other ranges as long as this one lives
-        run_bytes = sum(run.num_bytes for run in runs)
-        self.num_bytes = run_bytes + (tail.num_bytes if tail else 0)
+        self.pieces = pieces  # what others share is theirs as long as this one lives
+        self.num_bytes = sum(piece.num_bytes for piece in pieces)
         self.address = int(
             _call(driver.cuMemAddressReserve, self.num_bytes, page_bytes, 0, 0)
         )
         mapped = 0
         try:
-            for run in runs:
-                location = hot if run.hot else cold
-                handle = _call(
-                    driver.cuMemCreate, run.num_bytes, _properties(location), 0
-                )
-                try:
-                    start = self.address + run.start
-                    _call(driver.cuMemMap, start, run.num_bytes, 0, handle, 0)
-                finally:
-                    # The mapping keeps the memory; the handle is not needed again.
-                    _call(driver.cuMemRelease, handle)
-                mapped = run.start + run.num_bytes
-            if tail:
-                start = self.address + run_bytes
-                _call(driver.cuMemMap, start, tail.num_bytes, 0, tail.handle, 0)
-                mapped = self.num_bytes
+            for piece in pieces:
+                with piece.handle() as handle:
+                    start = self.address + mapped
+                    _call(driver.cuMemMap, start, piece.num_bytes, 0, handle, 0)
+                mapped += piece.num_bytes
             access = driver.CUmemAccessDesc()
             access.location = device_location(device)
             access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE

@@ -93,6 +93,7 @@ class SplitLayout(Layout):
         entries: Mapping[str, LayerMap],
         budget: int | None,
         ranks_on_node: int,
+        largest_batch: int,
     ) -> dict[str, int | None]:
         """Give each layer a number of hot rows."""
         rows = {name: layer_rows(layer) for name, layer in layers.items()}
@@ -133,7 +134,7 @@ class SplitLayout(Layout):
             over = hot_bytes(granted) + sum(tail_bytes(granted)) - budget
             if over <= 0:
                 break
-            spend -= over
+            spend -= round_up(over, page_bytes)
             granted = hot_row_counts(ranked, spend)
         self._tail_bytes = tail_bytes(granted)
         tail = sum(self._tail_bytes)

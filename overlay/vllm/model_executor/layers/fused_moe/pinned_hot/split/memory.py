@@ -14,7 +14,6 @@ from vllm.model_executor.layers.fused_moe.pinned_hot import device_range as vmm
 from vllm.model_executor.layers.fused_moe.pinned_hot.backing import PlannedBytes
 from vllm.model_executor.layers.fused_moe.pinned_hot.device_backing import DeviceBacking
 from vllm.model_executor.layers.fused_moe.pinned_hot.file_backing import FileBacking
-from vllm.model_executor.layers.fused_moe.pinned_hot.placement import PageRun
 from vllm.model_executor.layers.fused_moe.pinned_hot.split.pinned import pinned_empty
 from vllm.model_executor.layers.fused_moe.pinned_hot.split.rows import RowOrder
 from vllm.utils.math_utils import cdiv, round_up
@@ -173,18 +172,19 @@ class PinnedMemory(SplitMemory):
         page_bytes = self.backing.page_bytes
         # The first cold row begins on a page, so that hot rows share no page with it.
         start = round_up(hot_bytes, page_bytes) - hot_bytes
-        runs = [PageRun(0, start + hot_bytes, hot=True)] if hot_bytes else []
-        device = self.backing.device
-        location = vmm.device_location(device)
-        torch.accelerator.empty_cache()  # torch may hold what the driver needs
+        location = vmm.device_location(self.backing.device)
+        pieces: list[vmm.Piece] = []
+        if hot_bytes:
+            pieces.append(vmm.NewMemory(location, start + hot_bytes))
+        if tail:
+            pieces.append(tail)
         try:
-            made = vmm.DeviceRange(device, runs, page_bytes, location, location, tail)
+            return self.backing.map(pieces).tensor(like, start)
         except vmm.DriverError as error:
             raise RuntimeError(
                 f"{label}: cannot place {format_bytes(hot_bytes)} of hot rows: "
                 f"{error}. Lower `hot` in the expert map or --expert-hbm-gib."
             ) from error
-        return made.tensor(like, start)
 
     def why_not_staged(self) -> str | None:
         if self.backing.has_ranges:

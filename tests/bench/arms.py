@@ -4,9 +4,7 @@
 
 Every arm has its own process, the same commit, the same KV pool, the same routes and
 full CUDA graphs. Resident runs first and last; `counting` is resident with recording
-on, `peer` is matched with its cold rows in a second GPU's memory, `in_place` and
-`copies` are matched with no batch's and with every batch's cold rows copied to HBM
-first. The receipt has the
+on, `peer` is matched with its cold rows in a second GPU's memory. The receipt has the
 arms with their bytes and counts, the spread, and flat ratios; above 1 is better, except
 for taxes.
 """
@@ -57,11 +55,9 @@ SLOW = ("positional", "foreign")
 SLOW_TOKENS = (16, 48)
 SLOW_REPEATS = 2
 # Options of the arms of pinned_hot; all but two have the matched map.
-PINNED: dict[str, dict[str, Any]] = {
+PINNED: dict[str, dict[str, str]] = {
     "all_hot": {},
     "matched": {},
-    "in_place": {"expert_layout": "range", "expert_stage_tokens": 0},
-    "copies": {"expert_layout": "range", "expert_stage_tokens": 1},
     "peer": {"expert_cold_tier": "peer:1"},
     "split": {"expert_layout": "split"},
     "staged": {"expert_layout": "split", "expert_split_mode": "staged"},

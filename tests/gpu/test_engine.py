@@ -94,43 +94,6 @@ def test_tokens_equal_resident(
     assert sum(x["cold_bytes"] for x in ours["residency"]) > 0
 
 
-@pytest.mark.parametrize(
-    "mode, runner",
-    [
-        ("eager", "v2"),
-        ("full_decode_graphs", "v2"),
-        ("full_decode_graphs", "v1"),
-        ("compiled_full_and_piecewise", "v1"),
-    ],
-)
-def test_tokens_of_staged_batches_equal_resident(
-    mode: str, runner: str, script: Script, tmp_path: Path
-) -> None:
-    """Prompts and steps of four or more requests copy cold rows, others do not."""
-    env = {"VLLM_USE_V2_MODEL_RUNNER": RUNNERS[runner], "VLLM_GPU_SYNC_CHECK": "error"}
-    staged = pinned(tmp_path) | {"expert_layout": "range", "expert_stage_tokens": 4}
-    # What is copied counts as fast memory.
-    staged["expert_hbm_gib"] = (HOT_PAGES + 2) * PAGE_BYTES / (1 << 30)
-    steps = ["generate", "reload", "generate"]
-    count = 2 if mode.startswith("compiled") else 1
-    runs = [
-        (
-            GENERATE,
-            job(mode, flags, asked),
-            env | {"VLLM_CACHE_ROOT": f"{tmp_path}/{i}"},
-        )
-        for i, (flags, asked) in enumerate(
-            [(staged, ["residency", *steps]), *[({}, steps)] * count]
-        )
-    ]
-    ours, *stock = at_once(script, runs)
-    for result in (ours, *stock):
-        assert result["status"] == 0, result["log"][-6000:]
-    assert ours["tokens"] in [result["tokens"] for result in stock]
-    assert "Batches of 4 tokens or more copy the cold rows" in ours["log"]
-    assert sum(x["cold_bytes"] for x in ours["residency"]) > 0
-
-
 def test_hot_and_cold_rows_are_served(script: Script, tmp_path: Path) -> None:
     """The prompts reach rows of both kinds in every layer."""
     steps = ["residency", "count", "generate"]

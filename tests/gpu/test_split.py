@@ -1,12 +1,13 @@
 """Greedy tokens of the trained model: layout split against resident."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .conftest import CONFIG, GENERATE, Script, at_once, expert_map
+from .conftest import CONFIG, GENERATE, MODEL, Script, at_once, expert_map
 from .test_engine import RUNNERS, job
 
 pytestmark = pytest.mark.gpu
@@ -16,10 +17,11 @@ HOT = 20
 # Marlin, which cuts sums by their places, then differs from itself.
 MARLIN = {
     "quantization": "mxfp4",
-    # Its other layers are too small for the kernel.
     "quantization_config": {"ignore": ["*_proj", "*.gate"]},
     "max_num_batched_tokens": 192,
 }
+# Stock pads smaller experts for Marlin and then feeds the router padded rows.
+WIDTHS = {"hidden_size": 256, "moe_intermediate_size": 128}
 CASES = [
     ({}, "two_calls", "eager", "v2"),
     ({}, "two_calls", "full_decode_graphs", "v1"),
@@ -32,9 +34,44 @@ CASES = [
 ]
 
 
-def pinned(folder: Path, quantization: str | None = None) -> dict[str, str]:
+def widened(folder: Path) -> Path:
+    """Write the trained model with zeros up to `WIDTHS`, which computes the same.
+
+    RMS norms divide by the mean over all of a row, zeros too; their weights make up
+    for it.
+    """
+    from safetensors.torch import load_file, save_file
+    from torch.nn.functional import pad
+
+    wide = {CONFIG[name]: width for name, width in WIDTHS.items()}
+    tensors = load_file(MODEL / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("layernorm.weight", "model.norm.weight")):
+            shrink = (CONFIG["hidden_size"] / WIDTHS["hidden_size"]) ** 0.5
+            tensors[name] = pad(
+                tensor * shrink, (0, WIDTHS["hidden_size"] - len(tensor))
+            )
+        elif ".experts." in name:
+            rows, columns = tensor.shape
+            tensors[name] = pad(
+                tensor, (0, wide[columns] - columns, 0, wide[rows] - rows)
+            )
+        elif name.endswith("o_proj.weight"):
+            tensors[name] = pad(tensor, (0, 0, 0, WIDTHS["hidden_size"] - len(tensor)))
+        elif tensor.dim() == 2:
+            tensors[name] = pad(tensor, (0, WIDTHS["hidden_size"] - tensor.shape[1]))
+    shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / "config.json").write_text(json.dumps(CONFIG | WIDTHS))
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def pinned(
+    folder: Path, config: dict[str, Any] = CONFIG, quantization: str | None = None
+) -> dict[str, str]:
     path = folder / "map.json"
-    made = expert_map(CONFIG, HOT)
+    made = expert_map(config, HOT)
     made["fingerprint"]["quantization"] = quantization
     path.write_text(json.dumps(made))
     return {"expert_provider": "pinned_hot", "expert_map": str(path)}
@@ -50,18 +87,23 @@ def test_tokens_equal_resident(
     tmp_path: Path,
 ) -> None:
     """Those of both layouts, with no host sync in the step."""
-    flags = kernel | pinned(tmp_path, kernel.get("quantization"))
+    model, config = MODEL, CONFIG
+    if kernel:
+        model, config = widened(tmp_path / "model"), CONFIG | WIDTHS
+    flags = kernel | pinned(tmp_path, config, kernel.get("quantization"))
     split = flags | {"expert_layout": "split", "expert_split_mode": split_mode}
     env = {"VLLM_USE_V2_MODEL_RUNNER": RUNNERS[runner], "VLLM_GPU_SYNC_CHECK": "error"}
     steps = ["generate", "generate"]
-    ours, in_range, stock = at_once(
-        script,
-        [
-            (GENERATE, job(mode, split, ["residency", *steps]), env),
-            (GENERATE, job(mode, flags | {"expert_layout": "range"}, steps), env),
-            (GENERATE, job(mode, kernel, steps), env),
-        ],
-    )
+    wanted = [
+        (split, ["residency", *steps]),
+        (flags | {"expert_layout": "range"}, steps),
+        (kernel, steps),
+    ]
+    runs = [
+        (GENERATE, job(mode, options, asked) | {"model": str(model)}, env)
+        for options, asked in wanted
+    ]
+    ours, in_range, stock = at_once(script, runs)
     for result in (ours, in_range, stock):
         assert result["status"] == 0, result["log"][-6000:]
     assert ours["tokens"] == in_range["tokens"] == stock["tokens"]

@@ -30,7 +30,6 @@ def test_defaults_are_stock(parser):
         "expert_map": None,
         "expert_layout": "auto",
         "expert_split_mode": "auto",
-        "expert_stage_tokens": None,
         "expert_hbm_gib": None,
         "expert_keep_kv_tokens": None,
         "expert_cold_tier": "host",
@@ -41,7 +40,7 @@ def test_defaults_are_stock(parser):
 def test_flags_reach_the_arguments(parser):
     argv = ["--expert-provider", "pinned_hot", "--expert-map", "/m.json"]
     argv += ["--expert-layout", "split", "--expert-split-mode", "staged"]
-    argv += ["--expert-stage-tokens", "512", "--expert-hbm-gib", "auto"]
+    argv += ["--expert-hbm-gib", "auto"]
     argv += ["--expert-keep-kv-tokens", "4096", "--expert-cold-tier", "peer:1"]
     argv += ["--expert-cold-dir", "/cold"]
     args = EngineArgs.from_cli_args(parser.parse_args(argv))
@@ -56,7 +55,6 @@ def test_flags_reach_the_arguments(parser):
         ("expert_hbm_gib", "inf"),
         ("expert_hbm_gib", "nan"),
         ("expert_keep_kv_tokens", 0),
-        ("expert_stage_tokens", -1),
         ("expert_cold_tier", "disk"),
         ("expert_cold_tier", "peer:x"),
     ],
@@ -87,7 +85,6 @@ def test_default_engine_config_has_the_default_provider(tmp_path):
     [
         ("expert_map", "/m.json"),
         ("expert_layout", "range"),
-        ("expert_stage_tokens", 512),
         ("expert_hbm_gib", "1"),
         ("expert_keep_kv_tokens", 16),
         ("expert_cold_tier", "peer:1"),

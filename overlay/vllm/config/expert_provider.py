@@ -50,13 +50,6 @@ class ExpertProviderConfig:
     - "staged": those that a batch needs are copied behind the hot rows, into fast
       memory that all layers share, and the kernel is called once."""
 
-    expert_stage_tokens: int | None = None
-    """Tokens of a batch from which on `--expert-layout range` copies the cold rows
-    that the batch needs to HBM first, instead of reading them in place once for every
-    block of tokens (CUDA). All layers share the memory for one layer's cold rows,
-    which counts as part of `--expert-hbm-gib`. 0: never. Default: 1024, if that memory
-    is at most a tenth of the hot rows'."""
-
     expert_hbm_gib: str | None = None
     """A number of GiB, or "auto": fast memory per rank for expert rows (HBM;
     locked memory on the CPU backend). The pages that are read most, over all
@@ -98,13 +91,6 @@ class ExpertProviderConfig:
     def _is_positive(cls, value: int | None) -> int | None:
         if value is not None and value < 1:
             raise ValueError(f"--expert-keep-kv-tokens {value}: not a number above 0.")
-        return value
-
-    @field_validator("expert_stage_tokens")
-    @classmethod
-    def _is_not_negative(cls, value: int | None) -> int | None:
-        if value is not None and value < 0:
-            raise ValueError(f"--expert-stage-tokens {value}: not a number from 0 on.")
         return value
 
     @field_validator("expert_cold_tier")

@@ -433,7 +433,6 @@ def test_fused_shared_experts_are_refused(tmp_path):
         ({"load_format": "sharded_state"}, "--load-format sharded_state"),
         ({"expert_cold_dir": "/dev/null/x"}, "--expert-cold-dir /dev/null/x"),
         ({"expert_cold_tier": "peer:1"}, "--expert-cold-tier peer:1"),
-        ({"expert_stage_tokens": 512}, "--expert-stage-tokens 512 has no effect"),
         ({"expert_hbm_gib": "auto"}, "--expert-hbm-gib auto has no effect"),
         ({"expert_keep_kv_tokens": 64}, "--expert-keep-kv-tokens 64"),
     ],

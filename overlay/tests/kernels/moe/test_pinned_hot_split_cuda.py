@@ -108,6 +108,13 @@ def test_layer_is_bit_identical(tmp_path, name, mode, monkeypatch):
 CASES = [("bf16", "two_calls"), ("bf16", "staged"), ("mxfp4_marlin", "staged")]
 
 
+def idle_bytes():
+    """What torch's allocator holds and no tensor has."""
+    torch.accelerator.empty_cache()
+    held = torch.accelerator.memory_reserved()
+    return held - torch.accelerator.memory_allocated()
+
+
 def device_bytes():
     gc.collect()
     torch.accelerator.synchronize()
@@ -138,7 +145,7 @@ def test_device_holds_hot_rows_only(tmp_path, name, mode):
             load(config, kind, NAMES)
             config.compilation_config.static_forward_context.clear()
             before = device_bytes()
-            reserved = torch.accelerator.memory_reserved()
+            idle = idle_bytes()
             torch.accelerator.reset_peak_memory_stats()
             start = torch.accelerator.memory_allocated()
             layers = load(config, kind, NAMES)
@@ -149,8 +156,8 @@ def test_device_holds_hot_rows_only(tmp_path, name, mode):
             # Ranges and the allocator take whole pages.
             slack = 2 * (2 << 20) * (2 * len(NAMES) + 2)
             over = taken - (resident - sum(cold) + tail)
-            kept = torch.accelerator.memory_reserved() - reserved
-            assert abs(over) <= slack, f"{over}, of which torch has {kept}"
+            # Small tensors keep torch's large segments from being given back.
+            assert abs(over - (idle_bytes() - idle)) <= slack
             peak = torch.accelerator.max_memory_allocated() - start
             assert peak <= taken + 4 * layer_bytes + slack
         del layers

@@ -3,6 +3,7 @@
 """What a platform must offer to hold expert tensors in two memories."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,15 @@ class RangeBacking(ABC):
             ValueError: A memory, lock or disk limit is too small; has numbers.
 
         """
+
+    def expect(self, masks: Sequence[PageMask]) -> None:
+        """Learn what is going to be built, to make memory ahead of time.
+
+        Args:
+            masks: Hot pages of every tensor, in the order in which they are built.
+
+        """
+        return None
 
     @abstractmethod
     def build(self, source: torch.Tensor, hot: PageMask, label: str) -> torch.Tensor:

@@ -64,20 +64,13 @@ def process_layout(config: ExpertProviderConfig) -> Layout:
         if current_platform.is_cpu()
         else _device_backing(config)
     )
-    return _layout(
-        layout_kind(config),
-        config.expert_split_mode,
-        config.expert_stage_tokens,
-        backing,
-    )
+    return _layout(layout_kind(config), config.expert_split_mode, backing)
 
 
 @functools.cache
-def _layout(
-    kind: LayoutKind, split_mode: str, stage_tokens: int | None, backing: RangeBacking
-) -> Layout:
+def _layout(kind: LayoutKind, split_mode: str, backing: RangeBacking) -> Layout:
     if kind == "range":
-        return RangeLayout(backing, stage_tokens)
+        return RangeLayout(backing)
     # Brings kernels along, which `range` leaves alone.
     from vllm.model_executor.layers.fused_moe.pinned_hot.split.layout import SplitLayout
     from vllm.model_executor.layers.fused_moe.pinned_hot.split.memory import (

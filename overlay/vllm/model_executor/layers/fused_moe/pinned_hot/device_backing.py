@@ -3,9 +3,10 @@
 """Ranges for CUDA: hot pages in HBM, cold pages in host memory the GPU reads."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from vllm.model_executor.layers.fused_moe.pinned_hot.backing import (
     PlannedBytes,
     RangeBacking,
 )
+from vllm.model_executor.layers.fused_moe.pinned_hot.made_ahead import MadeAhead
 from vllm.model_executor.layers.fused_moe.pinned_hot.memory_budget import (
     memory_headroom,
     why_memory_too_small,
@@ -80,6 +82,8 @@ class DeviceBacking(RangeBacking):
         self.device = device
         self.peer = peer
         self.built_bytes = 0
+        self._cold_ahead: MadeAhead | None = None
+        self._expected = 0  # tensors that it makes memory for
         self._speeds: ColdSpeeds | None = None
         self.memories = (
             "HBM",
@@ -94,6 +98,11 @@ class DeviceBacking(RangeBacking):
             else vmm.device_location(self.peer)
         )
         return cold, vmm.device_location(self.device)
+
+    def _creators(self) -> tuple[Callable[[int], Any], Callable[[int], Any]]:
+        """What makes cold and hot memory of some bytes."""
+        cold, hot = self._locations()
+        return partial(vmm.create_memory, cold), partial(vmm.create_memory, hot)
 
     @staticmethod
     def why_not_here(layout: str) -> str | None:
@@ -231,6 +240,25 @@ class DeviceBacking(RangeBacking):
             )
         return speeds
 
+    def expect(self, masks: Sequence[PageMask]) -> None:
+        self._stop_ahead()
+        if self.peer is not None:
+            return  # another GPU's memory is made at once
+        cold, _ = self._creators()
+        sizes = [
+            run.num_bytes
+            for mask in masks
+            for run in page_runs(mask, self.page_bytes)
+            if not run.hot
+        ]
+        self._expected = len(masks)
+        self._cold_ahead = MadeAhead(sizes, cold, vmm.release_memory)
+
+    def _stop_ahead(self) -> None:
+        if self._cold_ahead is not None:
+            self._cold_ahead.close()
+            self._cold_ahead = None
+
     def build(self, source: torch.Tensor, hot: PageMask, label: str) -> torch.Tensor:
         try:
             home = self._range(source, hot)
@@ -246,13 +274,18 @@ class DeviceBacking(RangeBacking):
             ) from error
         home.copy_(source)
         self.built_bytes += len(hot) * self.page_bytes
+        self._expected -= 1
+        if self._expected == 0:
+            self._stop_ahead()
         return home
 
     def _range(self, like: torch.Tensor, hot: PageMask | list[bool]) -> torch.Tensor:
         assert len(hot) == cdiv(like.numel() * like.element_size(), self.page_bytes)
-        locations = self._locations()
+        cold, hbm = self._creators()
+        if self._cold_ahead is not None:
+            cold = self._cold_ahead.take
         pieces = [
-            vmm.NewMemory(locations[run.hot], run.num_bytes)
+            vmm.NewMemory(run.num_bytes, hbm if run.hot else cold)
             for run in page_runs(hot, self.page_bytes)
         ]
         return self.map(pieces).tensor(like)
@@ -272,32 +305,6 @@ class DeviceBacking(RangeBacking):
             # torch keeps what the last layer freed; the driver needs it now.
             torch.accelerator.empty_cache()
             return vmm.DeviceRange(self.device, pieces, self.page_bytes)
-
-    def twin(
-        self, home: torch.Tensor, hot: PageMask, pages: Iterator[vmm.DeviceMemory]
-    ) -> torch.Tensor:
-        """Make a second range over a tensor's hot pages, all of it in HBM.
-
-        Args:
-            home: What `build` made.
-            hot: `(num_pages,)` mask that it was made with.
-            pages: Gives a page of HBM for each cold one.
-
-        Returns:
-            A tensor like `home` with the same memory where that is hot.
-
-        Raises:
-            DriverError: The range cannot be mapped.
-
-        """
-        pieces: list[vmm.Piece] = []
-        for run in page_runs(hot, self.page_bytes):
-            if run.hot:
-                address = home.data_ptr() + run.start
-                pieces.append(vmm.MappedMemory(address, run.num_bytes))
-            else:
-                pieces += islice(pages, run.num_bytes // self.page_bytes)
-        return self.map(pieces).tensor(home)
 
 
 def _read_bytes_per_s(source: torch.Tensor | None, repeats: int) -> float | None:

@@ -119,44 +119,41 @@ class Piece(Protocol):
         ...
 
 
+def create_memory(location: Location, num_bytes: int) -> Any:
+    """Make physical memory at a location; the caller releases the handle.
+
+    Raises:
+        DriverError: The memory cannot be had.
+
+    """
+    return _call(driver.cuMemCreate, num_bytes, _properties(location), 0)
+
+
+def release_memory(handle: Any) -> None:
+    """Give a handle back; its memory goes with the last mapping."""
+    _call(driver.cuMemRelease, handle)
+
+
 class NewMemory:
-    """Memory at a location, made when it is mapped and gone with the mapping."""
-
-    def __init__(self, location: Location, num_bytes: int):
-        self.location = location
-        self.num_bytes = num_bytes
-
-    @contextmanager
-    def handle(self) -> Iterator[Any]:
-        properties = _properties(self.location)
-        handle = _call(driver.cuMemCreate, self.num_bytes, properties, 0)
-        try:
-            yield handle
-        finally:
-            # The mapping keeps the memory; the handle is not needed again.
-            _call(driver.cuMemRelease, handle)
-
-
-class MappedMemory:
-    """Memory that a range has mapped, to be mapped by another one.
+    """Memory that goes with its mapping.
 
     Args:
-        address: Where it begins in that range.
-        num_bytes: All of a piece of that range.
+        num_bytes: Whole multiples of the granularity.
+        create: Makes that many bytes when they are mapped.
 
     """
 
-    def __init__(self, address: int, num_bytes: int):
-        self.address = address
+    def __init__(self, num_bytes: int, create: Callable[[int], Any]):
         self.num_bytes = num_bytes
+        self.create = create
 
     @contextmanager
     def handle(self) -> Iterator[Any]:
-        handle = _call(driver.cuMemRetainAllocationHandle, self.address)
+        handle = self.create(self.num_bytes)
         try:
             yield handle
         finally:
-            _call(driver.cuMemRelease, handle)
+            release_memory(handle)
 
 
 class DeviceMemory:
@@ -175,9 +172,8 @@ class DeviceMemory:
 
     def __init__(self, device: int, num_bytes: int):
         self.num_bytes = num_bytes
-        properties = _properties(device_location(device))
-        self._handle = _call(driver.cuMemCreate, num_bytes, properties, 0)
-        weakref.finalize(self, _call, driver.cuMemRelease, self._handle).atexit = False
+        self._handle = create_memory(device_location(device), num_bytes)
+        weakref.finalize(self, release_memory, self._handle).atexit = False
 
     @contextmanager
     def handle(self) -> Iterator[Any]:

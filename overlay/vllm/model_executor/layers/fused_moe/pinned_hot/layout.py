@@ -80,7 +80,6 @@ class Layout(ABC):
         entries: Mapping[str, LayerMap],
         budget: int | None,
         ranks_on_node: int,
-        largest_batch: int,
     ) -> dict[str, int | None]:
         """Share fast memory out and check that everything fits.
 
@@ -89,7 +88,6 @@ class Layout(ABC):
             entries: Their parts of the expert map.
             budget: Bytes of fast memory for all rows; None to follow the map's cut.
             ranks_on_node: Processes that take as much of this host's memory.
-            largest_batch: Tokens of the largest batch.
 
         Returns:
             What each layer gets, in the layout's own unit, to be handed to `attach`;

@@ -107,26 +107,6 @@ def _why_not_tier(experts: ExpertProviderConfig, ranks: int) -> str | None:
     return None
 
 
-def _why_not_stage_tokens(
-    experts: ExpertProviderConfig, largest_batch: int
-) -> str | None:
-    tokens = experts.expert_stage_tokens
-    if tokens is None:
-        return None
-    flag = f"--expert-stage-tokens {tokens}"
-    if experts.expert_layout != "range":
-        return (
-            f"{flag} has no effect with --expert-layout {experts.expert_layout}. Use "
-            "--expert-layout range or drop the flag."
-        )
-    if tokens > largest_batch:
-        return (
-            f"{flag} has no effect: no batch has more than {largest_batch} tokens. "
-            "Lower it, raise --max-num-batched-tokens, or use 0 to say never."
-        )
-    return None
-
-
 def _why_not_layout(experts: ExpertProviderConfig) -> str | None:
     mode, tier = experts.expert_split_mode, experts.expert_cold_tier
     if experts.expert_layout != "split":
@@ -189,11 +169,6 @@ def _why_not_engine(vllm_config: VllmConfig) -> str | None:
                 f"--expert-cold-tier {offload.experts.expert_cold_tier} has no effect "
                 "on the CPU backend. Drop it."
             )
-        if offload.experts.expert_stage_tokens is not None:
-            return (
-                f"--expert-stage-tokens {offload.experts.expert_stage_tokens} has no "
-                "effect on the CPU backend, which reads every row in place. Drop it."
-            )
         if offload.experts.expert_hbm_gib == "auto":
             return (
                 "--expert-hbm-gib auto has no effect on the CPU backend, whose KV "
@@ -207,9 +182,6 @@ def _why_not_engine(vllm_config: VllmConfig) -> str | None:
     if reason := _why_not_budget(vllm_config):
         return reason
     if reason := _why_not_layout(offload.experts):
-        return reason
-    largest_batch = vllm_config.scheduler_config.max_num_batched_tokens
-    if reason := _why_not_stage_tokens(offload.experts, largest_batch):
         return reason
     if vllm_config.lora_config is not None:
         return "LoRA on experts has not been shown to be exact. Drop --enable-lora."
@@ -344,7 +316,6 @@ class PinnedHotProvider(ExpertWeightProvider):
             entries,
             _budget_bytes(vllm_config, unloaded_bytes),
             vllm_config.parallel_config.local_world_size,
-            vllm_config.scheduler_config.max_num_batched_tokens,
         )
         progress = tqdm(
             total=len(layers),

@@ -5,6 +5,7 @@ backend, locked memory and files."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -173,9 +174,10 @@ class PinnedMemory(SplitMemory):
         # The first cold row begins on a page, so that hot rows share no page with it.
         start = round_up(hot_bytes, page_bytes) - hot_bytes
         location = vmm.device_location(self.backing.device)
+        create = partial(vmm.create_memory, location)
         pieces: list[vmm.Piece] = []
         if hot_bytes:
-            pieces.append(vmm.NewMemory(location, start + hot_bytes))
+            pieces.append(vmm.NewMemory(start + hot_bytes, create))
         if tail:
             pieces.append(tail)
         try:

@@ -14,13 +14,41 @@ import torch
 
 from vllm.model_executor.layers.fused_moe.moe_output import UnfinalizedMoEOutput
 from vllm.model_executor.layers.fused_moe.pinned_hot.layout import RunExperts
-from vllm.model_executor.layers.fused_moe.pinned_hot.needed_rows import flag_rows
 from vllm.triton_utils import tl, triton
 
 _WORD = torch.int64
 _BLOCK = 1024
 # A few programs keep the link busy; more share the rows when one row is wanted.
 _PROGRAMS_PER_ROW = 16
+
+
+# Nothing of a batch is specialized on: no step after warm-up may compile.
+@triton.jit(
+    do_not_specialize=["num_ids"], do_not_specialize_on_alignment=["topk_ids_ptr"]
+)
+def _flag_cold_rows_kernel(
+    topk_ids_ptr,  # (num_ids,) expert ids, -1 or out of range = none
+    row_map_ptr,  # (num_experts,) int32 expert to row
+    needed_ptr,  # (num_experts - num_hot,) int32, written
+    num_ids,
+    num_experts,
+    num_hot,
+    BLOCK: tl.constexpr,
+):
+    lane = tl.arange(0, BLOCK)
+    for start in range(0, num_experts - num_hot, BLOCK):
+        cold = start + lane
+        zeros = tl.zeros((BLOCK,), dtype=tl.int32)
+        tl.store(needed_ptr + cold, zeros, mask=cold < num_experts - num_hot)
+    # One program: the zeros are written before any flag is.
+    tl.debug_barrier()
+    for start in range(0, num_ids, BLOCK):
+        slot = start + lane
+        expert = tl.load(topk_ids_ptr + slot, mask=slot < num_ids, other=-1)
+        valid = (expert >= 0) & (expert < num_experts)
+        row = tl.load(row_map_ptr + tl.where(valid, expert, 0), mask=valid, other=0)
+        ones = tl.full((BLOCK,), 1, dtype=tl.int32)
+        tl.store(needed_ptr + row - num_hot, ones, mask=valid & (row >= num_hot))
 
 
 @triton.jit
@@ -86,7 +114,15 @@ class Staging:
         """Copy the cold rows that some expert ids `(M, top_k)` select."""
         if self.num_cold == 0:
             return
-        flag_rows(topk_ids, self.row_map, self.num_hot, self.needed)
+        _flag_cold_rows_kernel[(1,)](
+            topk_ids,
+            self.row_map,
+            self.needed,
+            topk_ids.numel(),
+            len(self.row_map),
+            self.num_hot,
+            BLOCK=_BLOCK,
+        )
         for cold, staged in self.pairs:
             _stage_rows_kernel[(self.num_cold, _PROGRAMS_PER_ROW)](
                 self.needed, cold, staged, cold.shape[1], BLOCK=_BLOCK

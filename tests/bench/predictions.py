@@ -13,6 +13,7 @@ is fitted here.
 
 import importlib.util
 import json
+import math
 import statistics
 import sys
 from dataclasses import dataclass
@@ -29,9 +30,7 @@ PART = "predictions"
 NEEDED = ("shape", "layers", "config", "engine", "cold_share_of_traffic", "arms")
 WITHIN = 0.15
 PACKAGE = "vllm.model_executor.layers.fused_moe"
-ARMS = ("all_hot", "matched", "foreign", "positional")
-# What the others are predicted from, and recording, which places nothing.
-UNPREDICTED = ("resident", "counting")
+ARMS = ("all_hot", "matched", "split", "foreign", "positional")
 
 MISSES: dict[tuple[str, str, int], str] = {}
 """Why a prediction is off, by receipt, arm and streams."""
@@ -72,6 +71,20 @@ def usable() -> dict[str, dict[str, Any]]:
         if all(field in receipt for field in NEEDED) and "resident" in receipt["arms"]:
             found[path.stem] = receipt
     return found
+
+
+def predicted_arms(receipt: dict[str, Any]) -> list[str]:
+    """Arms of a receipt that the model says something about.
+
+    Not resident, which the others are predicted from, nor recording, which places
+    nothing, nor another GPU's memory or copies before the kernel, which it leaves out.
+    """
+    return [
+        arm
+        for arm in ARMS
+        if arm in receipt["arms"]
+        and not (receipt["arms"][arm][0].get("layout") or "").endswith("staged")
+    ]
 
 
 def step_ms(runs: list[dict[str, Any]], streams: str) -> float:
@@ -125,7 +138,10 @@ def host_bytes_of(
         return prediction.positional_host_bytes(layers, experts, row, run["cold_bytes"])
     row_bytes = import_module(f"{PACKAGE}.expert_profile.row_bytes")
     kept = [e for e in range(experts) if arm == "all_hot" or e not in set(cold)]
-    layer = row_bytes.host_bytes(row, experts, kept, row_bytes.DEVICE_PAGE_BYTES)
+    page_bytes = row_bytes.DEVICE_PAGE_BYTES
+    if arm == "split":  # where rows share no page
+        page_bytes = math.gcd(row.w13, row.w2)
+    layer = row_bytes.host_bytes(row, experts, kept, page_bytes)
     return np.stack([layer] * layers)
 
 
@@ -144,10 +160,8 @@ def compare(name: str, receipt: dict[str, Any]) -> list[Row]:
     weight[traffic_cold] = share * hot / (len(traffic_cold) * (1 - share))
     counts = np.tile(weight, (receipt["layers"], 1))
     rows = []
-    for arm in ARMS:
+    for arm in predicted_arms(receipt):
         for streams in receipt["arms"]["resident"][0]["steps_ms"]:
-            if arm not in receipt["arms"]:
-                continue
             cold = traffic_cold
             if arm == "foreign":
                 served = receipt["arms"][arm][0]["served"][streams]

@@ -56,12 +56,14 @@ def test_every_receipt_of_the_benchmark_is_predicted(
         (name, arm, int(streams))
         for name, receipt in load_receipts().items()
         if "shape" in receipt
-        for arm in receipt["arms"]
-        if arm not in predictions.UNPREDICTED
+        for arm in predictions.predicted_arms(receipt)
         for streams in receipt["arms"][arm][0]["steps_ms"]
     }
     rows = {(row["receipt"], row["arm"], row["streams"]) for row in found["rows"]}
     assert rows == expected and expected
+    assert {"all_hot", "matched", "split", "foreign", "positional"} == {
+        arm for _, arm, _ in rows
+    }
 
 
 def test_predictions_are_near_or_explained(

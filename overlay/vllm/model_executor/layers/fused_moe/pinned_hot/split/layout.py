@@ -93,7 +93,6 @@ class SplitLayout(Layout):
         entries: Mapping[str, LayerMap],
         budget: int | None,
         ranks_on_node: int,
-        largest_batch: int,
     ) -> dict[str, int | None]:
         """Give each layer a number of hot rows."""
         rows = {name: layer_rows(layer) for name, layer in layers.items()}

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from vllm.model_executor.layers.fused_moe.pinned_hot import made_ahead
 from vllm.model_executor.layers.fused_moe.pinned_hot.made_ahead import MadeAhead
 
 
@@ -109,13 +110,19 @@ def test_close_waits_for_the_piece_in_work_and_makes_no_other():
     assert driver.sizes == [1] and not driver.alive
 
 
-def test_error_reaches_whoever_wants_the_piece():
+def test_error_reaches_whoever_wants_the_piece(monkeypatch):
+    warnings = []
+    monkeypatch.setattr(
+        made_ahead.logger, "warning", lambda *args: warnings.append(args)
+    )
     driver = Driver(fail_at=1)
     made = ahead(driver, [1, 2, 3])
     wait_until_made(driver, 2)
     assert made.take(1) == (1, 0)
     with pytest.raises(MemoryError, match="no 2 bytes"):
         made.take(2)
+    [(_, error)] = warnings
+    assert str(error) == "no 2 bytes"
     driver.fail_at = None
     assert made.take(3) == (3, 1)
     made.close()

@@ -11,6 +11,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
 Memory = TypeVar("Memory")
 
 
@@ -49,8 +53,10 @@ class MadeAhead(Generic[Memory]):
                 size = self._making = self._waiting.popleft()
             try:
                 made = [self._create(size)]
-            except Exception:
-                made = []  # whoever wants the piece tries again, and gets the error
+            except Exception as error:
+                # Whoever wants the piece tries again, and gets the error if it stays.
+                logger.warning("No memory is made ahead any more: %s", error)
+                made = []
             with self._changed:
                 self._making = None
                 if made:

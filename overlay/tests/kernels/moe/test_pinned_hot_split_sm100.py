@@ -8,6 +8,7 @@ the rows of the second GEMM, and their sum.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,10 @@ from tests.kernels.moe.expert_provider_utils import (
     routes,
     single_rank,
     write_model,
+)
+from tests.kernels.moe.pinned_hot_kinds import fp8, modelopt, mxfp4
+from vllm.model_executor.layers.fused_moe.experts.trtllm_fp8_moe import (
+    TrtLlmFp8ExpertsModular,
 )
 from vllm.model_executor.layers.fused_moe.experts.trtllm_mxfp4_moe import (
     TrtLlmMxfp4ExpertsModular,
@@ -67,20 +72,6 @@ SHAPES = {
 }
 
 
-def mxfp4():
-    from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4Config
-
-    return Mxfp4Config()
-
-
-def nvfp4():
-    from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
-
-    quantization = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None}
-    quantization |= {"group_size": 16, "exclude_modules": []}
-    return ModelOptNvFp4Config.from_config({"quantization": quantization})
-
-
 @dataclass(frozen=True)
 class Kind:
     """A checkpoint's quantization, `--moe-backend`, and the class that it runs on."""
@@ -91,9 +82,23 @@ class Kind:
 
 
 KINDS = {
-    "mxfp4": Kind(mxfp4, "flashinfer_trtllm", TrtLlmMxfp4ExpertsModular),
-    "mxfp4_mxfp8": Kind(mxfp4, "flashinfer_trtllm_afp8", TrtLlmMxfp4ExpertsModular),
-    "nvfp4": Kind(nvfp4, "flashinfer_trtllm", TrtLlmNvFp4ExpertsModular),
+    "mxfp4": Kind(
+        partial(mxfp4, "Mxfp4Config"), "flashinfer_trtllm", TrtLlmMxfp4ExpertsModular
+    ),
+    "mxfp4_mxfp8": Kind(
+        partial(mxfp4, "Mxfp4Config"),
+        "flashinfer_trtllm_afp8",
+        TrtLlmMxfp4ExpertsModular,
+    ),
+    "nvfp4": Kind(
+        partial(modelopt, "NVFP4"), "flashinfer_trtllm", TrtLlmNvFp4ExpertsModular
+    ),
+    "fp8_block": Kind(
+        partial(fp8, block=[128, 128]), "flashinfer_trtllm", TrtLlmFp8ExpertsModular
+    ),
+    "mxfp8": Kind(
+        partial(modelopt, "MXFP8"), "flashinfer_trtllm", TrtLlmFp8ExpertsModular
+    ),
 }
 
 
@@ -105,7 +110,7 @@ def always_defer(experts, patch) -> None:
 
 
 class Sm100Layer:
-    """A loaded FP4 layer on its modular kernel, and the arguments of its calls."""
+    """A loaded layer on its modular kernel, and the arguments of its calls."""
 
     def __init__(self, shape: dict[str, int], config):
         kind = KINDS[config.kind]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A stand-in for FlashInfer's routed FP4 MoE on the CPU, and layers to run on it.
+"""A stand-in for FlashInfer's routed FP4 and FP8 MoE on the CPU, and layers for it.
 
 It has the kernel's contract, not its arithmetic: windows of expert ids, the launcher's
 checks, rows grouped by expert and padded to a tile that depends on the number of local
@@ -11,6 +11,7 @@ its token and its expert alone.
 import ctypes
 import enum
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
@@ -21,9 +22,13 @@ from vllm.model_executor.layers.fused_moe.config import (
     FusedMoEConfig,
     FusedMoEParallelConfig,
     RoutingMethodType,
+    fp8_w8a8_moe_quant_config,
     mxfp4_mxfp8_moe_quant_config,
     mxfp4_w4a16_moe_quant_config,
     nvfp4_moe_quant_config,
+)
+from vllm.model_executor.layers.fused_moe.experts.trtllm_fp8_moe import (
+    TrtLlmFp8ExpertsModular,
 )
 from vllm.model_executor.layers.fused_moe.experts.trtllm_mxfp4_moe import (
     TrtLlmMxfp4ExpertsModular,
@@ -34,7 +39,11 @@ from vllm.model_executor.layers.fused_moe.experts.trtllm_nvfp4_moe import (
 from vllm.model_executor.layers.fused_moe.moe_output import UnfinalizedMoEOutput
 
 NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 12, 3, 128, 128
-KINDS = ("mxfp4", "mxfp4_mxfp8", "nvfp4")
+FP4_KINDS = ("mxfp4", "mxfp4_mxfp8", "nvfp4")
+FP8_KINDS = ("fp8_block", "mxfp8")
+KINDS = FP4_KINDS + FP8_KINDS
+# Whose launches are told where their window of ids begins.
+OFFSET_KINDS = ("mxfp4", "mxfp4_mxfp8")
 
 _FP4 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6])
 _FP4 = torch.cat((_FP4, -_FP4))
@@ -52,6 +61,33 @@ class ActivationType(enum.IntEnum):
     Swiglu = 3
     Geglu = 4
     Relu2 = 6
+
+
+class Fp8QuantizationType(enum.Enum):
+    """FlashInfer's enumeration, as far as vLLM names it."""
+
+    DeepSeekFp8 = enum.auto()
+    MxFp8 = enum.auto()
+
+
+class WeightLayout(enum.Enum):
+    """FlashInfer's enumeration, as far as vLLM names it."""
+
+    MajorK = enum.auto()
+    BlockMajorK = enum.auto()
+
+
+def unpack_fp8(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Read FP8 rows of one expert, `(N, K)` float32.
+
+    Either `(N, K)` with block scales of 32 elements, or `(K/128, N, 128)` with a scale
+    for each block of 128 x 128.
+    """
+    if weight.dim() == 2:
+        scale = block_scales(scale, 32).repeat_interleave(32, dim=1)
+        return weight.float() * scale
+    rows = weight.float().permute(1, 0, 2).flatten(1)
+    return rows * scale.repeat_interleave(128, dim=0).repeat_interleave(128, dim=1)
 
 
 def unpack_fp4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -137,6 +173,9 @@ class Launch:
     lengths: dict[str, int]
 
 
+Unpack = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
 class LauncherError(ValueError):
     """What FlashInfer's launcher refuses."""
 
@@ -161,14 +200,17 @@ class TrtLlmGenStub:
         core = ModuleType("flashinfer.fused_moe.core")
         flashinfer = ModuleType("flashinfer")
         core.ActivationType = ActivationType
+        fused_moe.Fp8QuantizationType = Fp8QuantizationType
+        fused_moe.WeightLayout = WeightLayout
         for module in (flashinfer, fused_moe):
-            module.trtllm_fp4_block_scale_routed_moe = self
+            module.trtllm_fp4_block_scale_routed_moe = self.fp4
+            module.trtllm_fp8_block_scale_routed_moe = self.fp8
         flashinfer.fused_moe, fused_moe.core = fused_moe, core
         for module in (flashinfer, fused_moe, core):
             monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: "cpu")
 
-    def __call__(
+    def fp4(
         self,
         *,
         topk_ids,
@@ -203,7 +245,6 @@ class TrtLlmGenStub:
         enable_pdl=None,
         per_token_scale=None,
     ):
-        ids, weights = topk_ids
         per_expert = {
             "gemm1_weights": gemm1_weights,
             "gemm1_weights_scale": gemm1_weights_scale,
@@ -218,6 +259,124 @@ class TrtLlmGenStub:
             "output1_scale_gate_scalar": output1_scale_gate_scalar,
             "output2_scale_scalar": output2_scale_scalar,
         }
+        x = hidden_states.float() if hidden_states_scale is None else None
+        if hidden_states.dtype == torch.uint8:
+            x = unpack_fp4(hidden_states, hidden_states_scale)
+        elif x is None:
+            scale = block_scales(hidden_states_scale, 32)
+            x = hidden_states.float() * scale.repeat_interleave(32, dim=1)
+        return self._launch(
+            topk_ids,
+            x,
+            per_expert,
+            num_experts,
+            top_k,
+            local_expert_offset,
+            local_num_experts,
+            do_finalize,
+            output,
+            nothing=(routing_bias, routed_scaling_factor),
+            tiled=True,
+            unpack=unpack_fp4,
+        )
+
+    def fp8(
+        self,
+        *,
+        topk_ids,
+        routing_bias,
+        hidden_states,
+        hidden_states_scale,
+        gemm1_weights,
+        gemm1_weights_scale,
+        gemm1_alpha,
+        gemm1_beta,
+        gemm1_clamp_limit,
+        gemm2_weights,
+        gemm2_weights_scale,
+        num_experts,
+        top_k,
+        n_group,
+        topk_group,
+        intermediate_size,
+        local_expert_offset,
+        local_num_experts,
+        routed_scaling_factor,
+        routing_method_type,
+        use_shuffled_weight,
+        weight_layout,
+        fp8_quantization_type,
+        do_finalize,
+        output,
+        tune_max_num_tokens,
+    ):
+        blocks = fp8_quantization_type is Fp8QuantizationType.DeepSeekFp8
+        layout = WeightLayout.BlockMajorK if blocks else WeightLayout.MajorK
+        if weight_layout is not layout or not use_shuffled_weight:
+            raise LauncherError(f"{fp8_quantization_type} does not take this layout")
+        if blocks:
+            if hidden_states_scale.shape != (HIDDEN // 128, len(hidden_states)):
+                raise LauncherError("scales of hidden states must be (K/128, M)")
+            scale = hidden_states_scale.t().repeat_interleave(128, dim=1)
+        else:
+            scale = block_scales(hidden_states_scale, 32).repeat_interleave(32, dim=1)
+        per_expert = {
+            "gemm1_weights": gemm1_weights,
+            "gemm1_weights_scale": gemm1_weights_scale,
+            "gemm1_alpha": gemm1_alpha,
+            "gemm1_beta": gemm1_beta,
+            "gemm1_clamp_limit": gemm1_clamp_limit,
+            "gemm2_weights": gemm2_weights,
+            "gemm2_weights_scale": gemm2_weights_scale,
+        }
+        return self._launch(
+            topk_ids,
+            hidden_states.float() * scale,
+            per_expert,
+            num_experts,
+            top_k,
+            local_expert_offset,
+            local_num_experts,
+            do_finalize,
+            output,
+            nothing=(routing_bias, routed_scaling_factor),
+            tiled=not blocks,
+            unpack=unpack_fp8,
+        )
+
+    def _launch(
+        self,
+        topk_ids,
+        x,
+        per_expert,
+        num_experts,
+        top_k,
+        local_expert_offset,
+        local_num_experts,
+        do_finalize,
+        output,
+        nothing,
+        tiled,
+        unpack,
+    ):
+        """Check a call, compute its rows, and sum them or leave them open.
+
+        Args:
+            topk_ids: Ids and weights `(M, top_k)`.
+            x: `(M, hidden)` float32.
+            per_expert: What is indexed by expert, by argument; None is dropped.
+            num_experts: E.
+            top_k: Selections of a token.
+            local_expert_offset: First id of the window.
+            local_num_experts: Ids in it.
+            do_finalize: Whether to write `output`.
+            output: `(M, hidden)`.
+            nothing: Arguments that must be None.
+            tiled: Whether block scales lie in tiles.
+            unpack: Reads an expert's weights with their scales.
+
+        """
+        ids, weights = topk_ids
         per_expert = {k: v for k, v in per_expert.items() if v is not None}
         lengths = {name: tensor.shape[0] for name, tensor in per_expert.items()}
         self.launches.append(
@@ -246,15 +405,16 @@ class TrtLlmGenStub:
         for name, length in lengths.items():
             if length != local_num_experts:
                 raise LauncherError(f"{name} has {length} rows")
-        if routing_bias is not None or routed_scaling_factor is not None:
+        if any(argument is not None for argument in nothing):
             raise LauncherError("routes are given: nothing is left to scale or bias")
         if do_finalize == (output is None):
             raise LauncherError("an output goes with finalize, and only with it")
 
         # Selections of an expert follow one another and fill whole tiles.
         tile = 8 if local_num_experts > 5 else 16
-        for name in ("gemm1_weights_scale", "gemm2_weights_scale"):
-            per_expert[name] = straight(per_expert[name])
+        if tiled:
+            for name in ("gemm1_weights_scale", "gemm2_weights_scale"):
+                per_expert[name] = straight(per_expert[name])
         rows_of: list[tuple[int, int, int]] = []
         index = torch.full(ids.shape, -1, dtype=torch.int32)
         at = 0
@@ -264,18 +424,10 @@ class TrtLlmGenStub:
                 index[token, k] = at + number
                 rows_of.append((at + number, token, expert))
             at += -(-len(slots) // tile) * tile
-        hidden = gemm2_weights.shape[1]
-        rows = torch.full((at + tile, hidden), float("nan"), dtype=torch.bfloat16)
-
-        x = hidden_states.float() if hidden_states_scale is None else None
-        if hidden_states.dtype == torch.uint8:
-            x = unpack_fp4(hidden_states, hidden_states_scale)
-        elif x is None:
-            scale = block_scales(hidden_states_scale, 32)
-            x = hidden_states.float() * scale.repeat_interleave(32, dim=1)
+        rows = torch.full((at + tile, HIDDEN), float("nan"), dtype=torch.bfloat16)
         for row, token, expert in rows_of:
             mine = {name: tensor[expert] for name, tensor in per_expert.items()}
-            rows[row] = self._expert_row(x[token], mine)
+            rows[row] = self._expert_row(x[token], mine, unpack)
         if do_finalize:
             output.copy_(finalize(rows, index, weights, output.shape[1]))
             return [output]
@@ -284,11 +436,11 @@ class TrtLlmGenStub:
         return [rows, weights.flatten(), index.flatten()]
 
     @staticmethod
-    def _expert_row(x: torch.Tensor, mine: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _expert_row(
+        x: torch.Tensor, mine: dict[str, torch.Tensor], unpack: Unpack
+    ) -> torch.Tensor:
         """Both GEMMs of one expert on one token, `(hidden,)`."""
-        both = torch.mv(
-            unpack_fp4(mine["gemm1_weights"], mine["gemm1_weights_scale"]), x
-        )
+        both = torch.mv(unpack(mine["gemm1_weights"], mine["gemm1_weights_scale"]), x)
         if "gemm1_bias" in mine:
             both = both + mine["gemm1_bias"]
         linear, gate = both.chunk(2)
@@ -301,9 +453,7 @@ class TrtLlmGenStub:
         alpha = mine.get("gemm1_alpha", torch.tensor(1.0))
         beta = mine.get("gemm1_beta", torch.tensor(0.0))
         h = (gate * torch.sigmoid(alpha * gate) * (linear + beta)).bfloat16().float()
-        out = torch.mv(
-            unpack_fp4(mine["gemm2_weights"], mine["gemm2_weights_scale"]), h
-        )
+        out = torch.mv(unpack(mine["gemm2_weights"], mine["gemm2_weights_scale"]), h)
         if "gemm2_bias" in mine:
             out = out + mine["gemm2_bias"]
         if "output2_scale_scalar" in mine:
@@ -351,23 +501,28 @@ class StubLayer(torch.nn.Module):
             self.register_parameter(name, made)
             return made
 
-        parameter("w13_weight", draw(0, 256, 2 * intermediate, HIDDEN // 2))
-        parameter("w2_weight", draw(0, 256, HIDDEN, intermediate // 2))
-        block = 16 if kind == "nvfp4" else 32
+        shapes = {"w13": (2 * intermediate, HIDDEN), "w2": (HIDDEN, intermediate)}
         scales = []
-        for name, rows, columns in (
-            ("w13_weight_scale", 2 * intermediate, HIDDEN),
-            ("w2_weight_scale", HIDDEN, intermediate),
-        ):
-            # An expert's scales are a power of two apart from those of the others.
-            if block == 32:
-                of_expert = torch.arange(NUM_EXPERTS).view(-1, 1, 1) + 112
-                scale = (draw(0, 3, rows, columns // 32) + of_expert).to(torch.uint8)
+        of_expert = torch.arange(NUM_EXPERTS).view(-1, 1, 1)
+        for name, (rows, columns) in shapes.items():
+            if kind == "fp8_block":
+                weight = floats(columns // 128, rows, 128).to(torch.float8_e4m3fn)
+            elif kind == "mxfp8":
+                weight = floats(rows, columns).to(torch.float8_e4m3fn)
             else:
-                of_expert = torch.exp2(torch.arange(NUM_EXPERTS) - 6.0).view(-1, 1, 1)
-                scale = (floats(rows, columns // 16).abs() + 0.5) * of_expert
-                scale = scale.to(torch.float8_e4m3fn)
-            scales.append(parameter(name, interleave(scale)))
+                weight = draw(0, 256, rows, columns // 2)
+            parameter(f"{name}_weight", weight)
+            # An expert's scales are a power of two apart from those of the others.
+            if kind == "fp8_block":
+                scale = floats(rows // 128, columns // 128).abs() + 0.5
+                scale = scale * torch.exp2(of_expert - 10.0)
+            elif kind == "nvfp4":
+                scale = floats(rows, columns // 16).abs() + 0.5
+                scale = (scale * torch.exp2(of_expert - 6.0)).to(torch.float8_e4m3fn)
+            else:
+                scale = (draw(0, 3, rows, columns // 32) + of_expert + 112).byte()
+            scale = scale if kind == "fp8_block" else interleave(scale)
+            scales.append(parameter(f"{name}_weight_scale", scale))
         self.register_buffer("_expert_map", None)
         self.e_score_correction_bias = torch.nn.Parameter(floats(), False)
 
@@ -401,6 +556,10 @@ class StubLayer(torch.nn.Module):
                 alphas[0], alphas[1], torch.ones(1), alphas[2], *scales, **limits
             )
             experts = TrtLlmNvFp4ExpertsModular(moe_config, config)
+        elif kind in FP8_KINDS:
+            block = [128, 128] if kind == "fp8_block" else [1, 32]
+            config = fp8_w8a8_moe_quant_config(*scales, block_shape=block, **limits)
+            experts = TrtLlmFp8ExpertsModular(moe_config, config)
         else:
             biases = [
                 parameter("w13_bias", floats(2 * intermediate)),
@@ -460,10 +619,13 @@ def arguments(
     scale: torch.Tensor | None = None
     if layer.kind == "mxfp4":
         x = x.bfloat16()
-    elif layer.kind == "mxfp4_mxfp8":
+    elif layer.kind in ("mxfp4_mxfp8", "mxfp8"):
         x = x.to(torch.float8_e4m3fn)
         shape = (num_tokens, HIDDEN // 32)
         scale = torch.randint(124, 130, shape, generator=generator, dtype=torch.uint8)
+    elif layer.kind == "fp8_block":
+        x = x.to(torch.float8_e4m3fn)
+        scale = torch.rand((num_tokens, HIDDEN // 128), generator=generator) + 0.25
     else:
         shape = (num_tokens, HIDDEN // 2)
         x = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)

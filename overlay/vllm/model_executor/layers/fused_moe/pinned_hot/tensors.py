@@ -58,6 +58,7 @@ _CPU = ("CPUUnquantizedExperts",)
 _AMX = ("X86CPUUnquantizedExperts",)
 _MXFP4 = ("TrtLlmMxfp4ExpertsModular",)
 _NVFP4 = ("TrtLlmNvFp4ExpertsModular",)
+_FP8 = ("TrtLlmFp8ExpertsModular",)
 
 # A pair is listed once its layers were equal, bit for bit, to the resident ones: in
 # tests/kernels/moe/test_pinned_hot_{cuda,provider}.py, for layout `split` in
@@ -74,7 +75,7 @@ _BY_METHOD: dict[str, ExpertTensors] = {
     "Mxfp8OnlineMoEMethod": ExpertTensors(_MARLIN, bits=8, split=_MARLIN),
     "Mxfp4OnlineMoEMethod": ExpertTensors(_MARLIN, bits=4, split=_MARLIN),
     # Quantized checkpoints.
-    "Fp8MoEMethod": ExpertTensors(_TRITON, split=_TRITON),
+    "Fp8MoEMethod": ExpertTensors(_TRITON, split=_TRITON + _FP8),
     "CompressedTensorsW8A8Fp8MoEMethod": ExpertTensors(_CUTLASS),
     "CompressedTensorsWNA16MoEMethod": ExpertTensors(
         _MARLIN, _PACKED, _PACKED, split=_MARLIN
@@ -85,7 +86,7 @@ _BY_METHOD: dict[str, ExpertTensors] = {
     "AutoGPTQMoEMethod": ExpertTensors(_MARLIN, _QWEIGHTS, _QWEIGHTS, split=_MARLIN),
     "AutoAWQMoEMethod": ExpertTensors(_MARLIN, _QWEIGHTS, _QWEIGHTS, split=_MARLIN),
     "ModelOptFp8MoEMethod": ExpertTensors(_TRITON, split=_TRITON),
-    "ModelOptMxFp8FusedMoE": ExpertTensors(_MARLIN, split=_MARLIN),
+    "ModelOptMxFp8FusedMoE": ExpertTensors(_MARLIN, split=_MARLIN + _FP8),
     "ModelOptNvFp4FusedMoE": ExpertTensors(_MARLIN, split=_MARLIN + _NVFP4),
     "Mxfp4MoEMethod": ExpertTensors(_MARLIN, zeroed=True, split=_MARLIN + _MXFP4),
     "GptOssMxfp4MoEMethod": ExpertTensors(_MARLIN, zeroed=True, split=_MARLIN + _MXFP4),

@@ -11,6 +11,8 @@ Whether a row's bits depend on the tile is not known here: it has to be shown on
 that runs these kernels.
 """
 
+import copy
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.trtllm_fp8_moe import (
+    TrtLlmFp8ExpertsModular,
+)
 from vllm.model_executor.layers.fused_moe.experts.trtllm_mxfp4_moe import (
     TrtLlmMxfp4ExpertsModular,
 )
@@ -43,7 +48,6 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 _RANGE = "Use --expert-layout range"
-_STAGED = f"Use --expert-split-mode staged, or {_RANGE.removeprefix('Use ')}"
 
 # Block scales lie in tiles of as many rows, counted over all experts: an expert whose
 # rows do not fill tiles shares one with the next.
@@ -51,11 +55,10 @@ _SCALE_TILE_ROWS = 128
 
 # Kernels of the same family that are not run in two calls, and why.
 _NOT_IN_TWO_CALLS = {
-    "TrtLlmFp8ExpertsModular": (
-        "its apply() decides by itself whether to stop before the finalize, so a part "
-        "cannot be told to"
+    "TrtLlmBf16ExpertsModular": (
+        "its apply() cannot stop before the finalize, and stock runs it with expert "
+        "parallelism only"
     ),
-    "TrtLlmBf16ExpertsModular": "its apply() cannot stop before the finalize",
     "TrtLlmBf16LoRAExperts": "it adds LoRA rows between its GEMMs",
     "TrtLlmMxfp4ExpertsMonolithic": "it routes inside the kernel, by expert id",
     "TrtLlmNvFp4ExpertsMonolithic": "it routes inside the kernel, by expert id",
@@ -158,6 +161,36 @@ def _launch_nvfp4(
     )
 
 
+def _launch_fp8(
+    part: _Part, tokens: _Tokens, ids: torch.Tensor
+) -> UnfinalizedMoEOutput | None:
+    nothing = tokens.hidden_states.new_empty(0)
+    return part.experts.apply(
+        output=nothing,
+        hidden_states=tokens.hidden_states,
+        w1=part.w1,
+        w2=part.w2,
+        topk_weights=tokens.weights,
+        topk_ids=ids,
+        activation=tokens.activation,
+        global_num_experts=tokens.num_experts,
+        expert_map=None,
+        a1q_scale=tokens.scale,
+        a2_scale=None,
+        workspace13=nothing,
+        workspace2=nothing,
+        expert_tokens_meta=None,
+        apply_router_weight_on_input=False,
+    )
+
+
+def _always_defer(experts: Any) -> None:
+    """Let `apply` leave every finalize to its caller."""
+    config = copy.copy(experts.moe_config)
+    config.should_defer_moe_finalize = lambda num_tokens: True
+    experts.moe_config = config
+
+
 @dataclass(frozen=True)
 class _Family:
     """How an experts class is called.
@@ -169,6 +202,9 @@ class _Family:
         takes_offset: Whether a launch can be told its window of ids. Otherwise the
             window begins at 0 and the ids are rotated so that a part's rows lie there.
         per_expert: What the kernel indexes by expert, by name.
+        tiled_scales: Whether block scales lie in tiles of rows.
+        leave_open: Makes a part's experts object stop after its second GEMM, where a
+            launch cannot be asked to.
 
     """
 
@@ -176,6 +212,8 @@ class _Family:
     max_tokens: Callable[[Any, int, int], int]
     takes_offset: bool
     per_expert: Callable[[Any], dict[str, torch.Tensor | None]]
+    tiled_scales: Callable[[Any], bool] = lambda experts: True
+    leave_open: Callable[[Any], None] = lambda experts: None
 
 
 def _limits(experts: Any) -> dict[str, torch.Tensor | None]:
@@ -211,6 +249,19 @@ _FAMILIES: dict[type, _Family] = {
             **_limits(experts),
         },
     ),
+    TrtLlmFp8ExpertsModular: _Family(
+        launch=_launch_fp8,
+        max_tokens=lambda experts, top_k, num_experts: sys.maxsize,
+        takes_offset=False,
+        per_expert=lambda experts: {
+            "w1_scale": experts.w1_scale,
+            "w2_scale": experts.w2_scale,
+            **_limits(experts),
+        },
+        # MXFP8's do; blocks of 128 x 128 have a plain scale each.
+        tiled_scales=lambda experts: experts.quant_config.block_shape == [1, 32],
+        leave_open=_always_defer,
+    ),
 }
 
 TRTLLM_KERNELS = tuple(cls.__name__ for cls in _FAMILIES)
@@ -227,10 +278,9 @@ def why_not_two_calls(kernel: str) -> str | None:
     if kernel in TRTLLM_KERNELS:
         return None
     reason = _NOT_IN_TWO_CALLS.get(kernel, "it was not looked at")
-    cure = _STAGED if kernel.endswith("Modular") else _RANGE
     return (
         f"{kernel} is not run in two calls: {reason} (run: "
-        f"{', '.join(TRTLLM_KERNELS)}). {cure}"
+        f"{', '.join(TRTLLM_KERNELS)}). {_RANGE}"
     )
 
 
@@ -282,12 +332,13 @@ class TrtLlmSplit:
             raise ValueError(reason)
         self.experts: Any = experts
         self.family = _FAMILIES[type(experts)]
+        tile_rows = _SCALE_TILE_ROWS if self.family.tiled_scales(experts) else 1
         for name in ("w1_scale", "w2_scale"):
             shape = tuple(getattr(self.experts, name).shape)
-            if len(shape) != 3 or shape[1] % _SCALE_TILE_ROWS:
+            if len(shape) != 3 or shape[1] % tile_rows:
                 raise ValueError(
                     f"{type(experts).__name__}.{name} {shape}: block scales lie in "
-                    f"tiles of {_SCALE_TILE_ROWS} rows, and those of an expert must "
+                    f"tiles of {tile_rows} rows, and those of an expert must "
                     f"fill whole tiles to follow its row. {_RANGE}"
                 )
         rows = order.row_map(w1[0].device)
@@ -300,6 +351,7 @@ class TrtLlmSplit:
             if start == stop:
                 continue
             sliced = slice_experts(experts, start, stop)
+            self.family.leave_open(sliced)
             check_part_lengths(
                 sliced,
                 {"w1": part_w1, "w2": part_w2} | self.family.per_expert(sliced),

@@ -314,6 +314,15 @@ def test_scale_tiles_that_two_experts_share_are_refused(kernel, monkeypatch):
         split(layer, 3)
 
 
+@pytest.mark.parametrize("kind", ["mxfp8", "fp8_block"])
+def test_scales_of_another_rank_are_refused(kernel, kind):
+    layer = StubLayer(kind)
+    flat = layer.w13_weight_scale.flatten(1)
+    layer.quant_method.moe_quant_config._w1.scale = flat
+    with pytest.raises(ValueError, match=r"w1_scale \(12, \d+\): .*a matrix per"):
+        split(layer, 3)
+
+
 def test_kernels_that_are_not_run_in_two_calls_say_why():
     for kernel in TRTLLM_KERNELS:
         assert why_not_two_calls(kernel) is None

@@ -332,14 +332,19 @@ class TrtLlmSplit:
             raise ValueError(reason)
         self.experts: Any = experts
         self.family = _FAMILIES[type(experts)]
-        tile_rows = _SCALE_TILE_ROWS if self.family.tiled_scales(experts) else 1
         for name in ("w1_scale", "w2_scale"):
             shape = tuple(getattr(self.experts, name).shape)
-            if len(shape) != 3 or shape[1] % tile_rows:
+            where = f"{type(experts).__name__}.{name} {shape}"
+            if len(shape) != 3:
                 raise ValueError(
-                    f"{type(experts).__name__}.{name} {shape}: block scales lie in "
-                    f"tiles of {tile_rows} rows, and those of an expert must "
-                    f"fill whole tiles to follow its row. {_RANGE}"
+                    f"{where}: block scales are expected to be a matrix per expert, to "
+                    f"follow its row. {_RANGE}"
+                )
+            if self.family.tiled_scales(experts) and shape[1] % _SCALE_TILE_ROWS:
+                raise ValueError(
+                    f"{where}: block scales lie in tiles of {_SCALE_TILE_ROWS} rows, "
+                    "and those of an expert must fill whole tiles to follow its row. "
+                    f"{_RANGE}"
                 )
         rows = order.row_map(w1[0].device)
         num_hot = order.num_hot

@@ -31,6 +31,9 @@ NEEDED = ("shape", "layers", "config", "engine", "cold_share_of_traffic", "arms"
 WITHIN = 0.15
 PACKAGE = "vllm.model_executor.layers.fused_moe"
 ARMS = ("all_hot", "matched", "split", "foreign", "positional")
+# What the others are predicted from, recording, which places nothing, and what the
+# model leaves out: another GPU's memory, and copies before the kernel.
+UNPREDICTED = ("resident", "counting", "peer", "staged")
 
 MISSES: dict[tuple[str, str, int], str] = {}
 """Why a prediction is off, by receipt, arm and streams."""
@@ -73,18 +76,9 @@ def usable() -> dict[str, dict[str, Any]]:
     return found
 
 
-def predicted_arms(receipt: dict[str, Any]) -> list[str]:
-    """Arms of a receipt that the model says something about.
-
-    Not resident, which the others are predicted from, nor recording, which places
-    nothing, nor another GPU's memory or copies before the kernel, which it leaves out.
-    """
-    return [
-        arm
-        for arm in ARMS
-        if arm in receipt["arms"]
-        and not (receipt["arms"][arm][0].get("layout") or "").endswith("staged")
-    ]
+def stages(receipt: dict[str, Any], arm: str) -> bool:
+    """Whether an arm's layers copied cold rows before the kernel ran."""
+    return str(receipt["arms"][arm][0].get("layout")).endswith("staged")
 
 
 def step_ms(runs: list[dict[str, Any]], streams: str) -> float:
@@ -160,7 +154,9 @@ def compare(name: str, receipt: dict[str, Any]) -> list[Row]:
     weight[traffic_cold] = share * hot / (len(traffic_cold) * (1 - share))
     counts = np.tile(weight, (receipt["layers"], 1))
     rows = []
-    for arm in predicted_arms(receipt):
+    for arm in ARMS:
+        if arm not in receipt["arms"] or stages(receipt, arm):
+            continue
         for streams in receipt["arms"]["resident"][0]["steps_ms"]:
             cold = traffic_cold
             if arm == "foreign":

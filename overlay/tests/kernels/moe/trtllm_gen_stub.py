@@ -213,102 +213,42 @@ class TrtLlmGenStub:
     def fp4(
         self,
         *,
-        topk_ids,
-        routing_bias,
         hidden_states,
         hidden_states_scale,
-        gemm1_weights,
-        gemm1_weights_scale,
         gemm1_bias,
-        gemm1_alpha,
-        gemm1_beta,
-        gemm1_clamp_limit,
-        gemm2_weights,
-        gemm2_weights_scale,
         gemm2_bias,
         output1_scale_scalar,
         output1_scale_gate_scalar,
         output2_scale_scalar,
-        num_experts,
-        top_k,
-        n_group,
-        topk_group,
-        intermediate_size,
-        local_expert_offset,
-        local_num_experts,
-        routed_scaling_factor,
-        routing_method_type,
-        do_finalize,
         activation_type,
-        output,
-        tune_max_num_tokens,
         enable_pdl=None,
         per_token_scale=None,
+        **common,
     ):
-        per_expert = {
-            "gemm1_weights": gemm1_weights,
-            "gemm1_weights_scale": gemm1_weights_scale,
-            "gemm1_bias": gemm1_bias,
-            "gemm1_alpha": gemm1_alpha,
-            "gemm1_beta": gemm1_beta,
-            "gemm1_clamp_limit": gemm1_clamp_limit,
-            "gemm2_weights": gemm2_weights,
-            "gemm2_weights_scale": gemm2_weights_scale,
-            "gemm2_bias": gemm2_bias,
-            "output1_scale_scalar": output1_scale_scalar,
-            "output1_scale_gate_scalar": output1_scale_gate_scalar,
-            "output2_scale_scalar": output2_scale_scalar,
-        }
         x = hidden_states.float() if hidden_states_scale is None else None
         if hidden_states.dtype == torch.uint8:
             x = unpack_fp4(hidden_states, hidden_states_scale)
         elif x is None:
             scale = block_scales(hidden_states_scale, 32)
             x = hidden_states.float() * scale.repeat_interleave(32, dim=1)
-        return self._launch(
-            topk_ids,
-            x,
-            per_expert,
-            num_experts,
-            top_k,
-            local_expert_offset,
-            local_num_experts,
-            do_finalize,
-            output,
-            nothing=(routing_bias, routed_scaling_factor),
-            tiled=True,
-            unpack=unpack_fp4,
-        )
+        more = {
+            "gemm1_bias": gemm1_bias,
+            "gemm2_bias": gemm2_bias,
+            "output1_scale_scalar": output1_scale_scalar,
+            "output1_scale_gate_scalar": output1_scale_gate_scalar,
+            "output2_scale_scalar": output2_scale_scalar,
+        }
+        return self._launch(x, more, unpack_fp4, True, **common)
 
     def fp8(
         self,
         *,
-        topk_ids,
-        routing_bias,
         hidden_states,
         hidden_states_scale,
-        gemm1_weights,
-        gemm1_weights_scale,
-        gemm1_alpha,
-        gemm1_beta,
-        gemm1_clamp_limit,
-        gemm2_weights,
-        gemm2_weights_scale,
-        num_experts,
-        top_k,
-        n_group,
-        topk_group,
-        intermediate_size,
-        local_expert_offset,
-        local_num_experts,
-        routed_scaling_factor,
-        routing_method_type,
         use_shuffled_weight,
         weight_layout,
         fp8_quantization_type,
-        do_finalize,
-        output,
-        tune_max_num_tokens,
+        **common,
     ):
         blocks = fp8_quantization_type is Fp8QuantizationType.DeepSeekFp8
         layout = WeightLayout.BlockMajorK if blocks else WeightLayout.MajorK
@@ -320,7 +260,50 @@ class TrtLlmGenStub:
             scale = hidden_states_scale.t().repeat_interleave(128, dim=1)
         else:
             scale = block_scales(hidden_states_scale, 32).repeat_interleave(32, dim=1)
-        per_expert = {
+        x = hidden_states.float() * scale
+        return self._launch(x, {}, unpack_fp8, not blocks, **common)
+
+    def _launch(
+        self,
+        x,
+        more,
+        unpack,
+        tiled,
+        *,
+        topk_ids,
+        routing_bias,
+        gemm1_weights,
+        gemm1_weights_scale,
+        gemm1_alpha,
+        gemm1_beta,
+        gemm1_clamp_limit,
+        gemm2_weights,
+        gemm2_weights_scale,
+        num_experts,
+        top_k,
+        n_group,
+        topk_group,
+        intermediate_size,
+        local_expert_offset,
+        local_num_experts,
+        routed_scaling_factor,
+        routing_method_type,
+        do_finalize,
+        output,
+        tune_max_num_tokens,
+    ):
+        """Check a call, compute its rows, and sum them or leave them open.
+
+        Args:
+            x: `(M, hidden)` float32.
+            more: What else is indexed by expert, by argument.
+            unpack: Reads an expert's weights with their scales.
+            tiled: Whether block scales lie in tiles.
+
+        The others are FlashInfer's.
+
+        """
+        per_expert = more | {
             "gemm1_weights": gemm1_weights,
             "gemm1_weights_scale": gemm1_weights_scale,
             "gemm1_alpha": gemm1_alpha,
@@ -329,53 +312,6 @@ class TrtLlmGenStub:
             "gemm2_weights": gemm2_weights,
             "gemm2_weights_scale": gemm2_weights_scale,
         }
-        return self._launch(
-            topk_ids,
-            hidden_states.float() * scale,
-            per_expert,
-            num_experts,
-            top_k,
-            local_expert_offset,
-            local_num_experts,
-            do_finalize,
-            output,
-            nothing=(routing_bias, routed_scaling_factor),
-            tiled=not blocks,
-            unpack=unpack_fp8,
-        )
-
-    def _launch(
-        self,
-        topk_ids,
-        x,
-        per_expert,
-        num_experts,
-        top_k,
-        local_expert_offset,
-        local_num_experts,
-        do_finalize,
-        output,
-        nothing,
-        tiled,
-        unpack,
-    ):
-        """Check a call, compute its rows, and sum them or leave them open.
-
-        Args:
-            topk_ids: Ids and weights `(M, top_k)`.
-            x: `(M, hidden)` float32.
-            per_expert: What is indexed by expert, by argument; None is dropped.
-            num_experts: E.
-            top_k: Selections of a token.
-            local_expert_offset: First id of the window.
-            local_num_experts: Ids in it.
-            do_finalize: Whether to write `output`.
-            output: `(M, hidden)`.
-            nothing: Arguments that must be None.
-            tiled: Whether block scales lie in tiles.
-            unpack: Reads an expert's weights with their scales.
-
-        """
         ids, weights = topk_ids
         per_expert = {k: v for k, v in per_expert.items() if v is not None}
         lengths = {name: tensor.shape[0] for name, tensor in per_expert.items()}
@@ -405,7 +341,7 @@ class TrtLlmGenStub:
         for name, length in lengths.items():
             if length != local_num_experts:
                 raise LauncherError(f"{name} has {length} rows")
-        if any(argument is not None for argument in nothing):
+        if routing_bias is not None or routed_scaling_factor is not None:
             raise LauncherError("routes are given: nothing is left to scale or bias")
         if do_finalize == (output is None):
             raise LauncherError("an output goes with finalize, and only with it")

@@ -3,10 +3,9 @@
 """Ranges for CUDA: hot pages in HBM, cold pages in host memory the GPU reads."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -91,18 +90,13 @@ class DeviceBacking(RangeBacking):
         )
 
     def _locations(self) -> tuple[vmm.Location, vmm.Location]:
-        """Where cold and hot pages lie."""
+        """Where hot and cold pages lie."""
         cold = (
             vmm.host_location(self.device)
             if self.peer is None
             else vmm.device_location(self.peer)
         )
-        return cold, vmm.device_location(self.device)
-
-    def _creators(self) -> tuple[Callable[[int], Any], Callable[[int], Any]]:
-        """What makes cold and hot memory of some bytes."""
-        cold, hot = self._locations()
-        return partial(vmm.create_memory, cold), partial(vmm.create_memory, hot)
+        return vmm.device_location(self.device), cold
 
     @staticmethod
     def why_not_here(layout: str) -> str | None:
@@ -137,7 +131,8 @@ class DeviceBacking(RangeBacking):
                 self.device,
                 (speeds.pinned or 0) / 1e9,
             )
-        for where, location in zip(("cold", "hot"), self._locations(), strict=True):
+        hot, cold = self._locations()
+        for where, location in (("hot", hot), ("cold", cold)):
             if (found := vmm.granularity(location)) > self.page_bytes:
                 raise ValueError(
                     f"GPU {self.device}: {where} pages of {format_bytes(found)} are "
@@ -244,7 +239,7 @@ class DeviceBacking(RangeBacking):
         self._stop_ahead()
         if self.peer is not None:
             return  # another GPU's memory is made at once
-        cold, _ = self._creators()
+        _, cold = self._locations()
         sizes = [
             run.num_bytes
             for mask in masks
@@ -252,7 +247,8 @@ class DeviceBacking(RangeBacking):
             if not run.hot
         ]
         self._expected = len(masks)
-        self._cold_ahead = MadeAhead(sizes, cold, vmm.release_memory)
+        create = partial(vmm.create_memory, cold)
+        self._cold_ahead = MadeAhead(sizes, create, vmm.release_memory)
 
     def _stop_ahead(self) -> None:
         if self._cold_ahead is not None:
@@ -281,11 +277,13 @@ class DeviceBacking(RangeBacking):
 
     def _range(self, like: torch.Tensor, hot: PageMask | list[bool]) -> torch.Tensor:
         assert len(hot) == cdiv(like.numel() * like.element_size(), self.page_bytes)
-        cold, hbm = self._creators()
+        make_hot, make_cold = (
+            partial(vmm.create_memory, location) for location in self._locations()
+        )
         if self._cold_ahead is not None:
-            cold = self._cold_ahead.take
+            make_cold = self._cold_ahead.take
         pieces = [
-            vmm.NewMemory(run.num_bytes, hbm if run.hot else cold)
+            vmm.NewMemory(run.num_bytes, make_hot if run.hot else make_cold)
             for run in page_runs(hot, self.page_bytes)
         ]
         return self.map(pieces).tensor(like)

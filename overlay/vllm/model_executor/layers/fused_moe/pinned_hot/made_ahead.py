@@ -73,14 +73,11 @@ class MadeAhead(Generic[Memory]):
 
         """
         with self._changed:
-            while not self._made[size]:
-                if self._making != size:
-                    if size in self._waiting:
-                        self._waiting.remove(size)
-                    break
-                self._changed.wait()
-            else:
+            self._changed.wait_for(lambda: self._making != size or self._made[size])
+            if self._made[size]:
                 return self._made[size].pop()
+            if size in self._waiting:
+                self._waiting.remove(size)
         return self._create(size)
 
     def close(self) -> None:

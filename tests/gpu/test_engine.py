@@ -1,6 +1,8 @@
 """Greedy tokens of the trained model: pinned_hot against resident, in every mode."""
 
 import json
+from itertools import chain
+from operator import ne
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,8 @@ def pinned(tmp_path: Path) -> dict[str, Any]:
         "expert_provider": "pinned_hot",
         "expert_map": str(path),
         "expert_hbm_gib": gib,
+        # Not `auto`: neighbours on the GPU may slow down what it measures.
+        "expert_layout": "range",
     }
 
 
@@ -86,8 +90,11 @@ def test_tokens_equal_resident(
     for result in (ours, *stock):
         assert result["status"] == 0, result["log"][-6000:]
         assert len({tuple(tokens) for tokens in result["tokens"][0]}) > 10
-    references = [result["tokens"] for result in stock]
-    assert ours["tokens"] in references
+    prompts_unequal = [
+        sum(map(ne, chain(*ours["tokens"]), chain(*result["tokens"])))
+        for result in stock
+    ]
+    assert 0 in prompts_unequal
     for layer in ours["residency"]:
         assert layer["cold_rows"] > 0
     assert sum(x["hot_bytes"] for x in ours["residency"]) == HOT_PAGES * PAGE_BYTES

@@ -29,7 +29,10 @@ from vllm.model_executor.layers.fused_moe.pinned_hot import (
 )
 from vllm.model_executor.layers.fused_moe.pinned_hot import provider as provider_module
 from vllm.model_executor.layers.fused_moe.pinned_hot.choose_layout import layout_kind
-from vllm.model_executor.layers.fused_moe.pinned_hot.device_backing import ColdSpeeds
+from vllm.model_executor.layers.fused_moe.pinned_hot.device_backing import (
+    ColdSpeeds,
+    best_speeds,
+)
 from vllm.model_executor.layers.fused_moe.pinned_hot.map_file import rank_experts
 from vllm.model_executor.layers.fused_moe.pinned_hot.split.fma import (
     fused_multiply_add,
@@ -315,3 +318,44 @@ def test_auto_takes_range_unless_it_is_slow_or_missing(
     peer = copy.copy(config)
     peer.expert_cold_tier = "peer:1"
     assert layout_kind(peer) == "range"
+
+
+def readings(*gigabytes):
+    """A reader that gives these, and then the last of them, with the list of calls."""
+    calls = []
+
+    def read():
+        calls.append(gigabytes[min(len(calls), len(gigabytes) - 1)] * 1e9)
+        return calls[-1]
+
+    return read, calls
+
+
+@pytest.mark.parametrize(
+    "in_range, pinned, slow, reads",
+    [
+        ((51,), (51,), False, 3),
+        ((12,), (51,), True, 40),
+        # A neighbour takes the link while ranges are read, and later lets go.
+        ((12,) * 9 + (50,), (51,), False, 10),
+        # It takes both, and leaves pinned memory alone for one read.
+        ((13, 13, 13, 13, 50), (13, 13, 51, 13), False, 5),
+        # Its rival is disturbed, all but once.
+        ((12,), (51, 11), True, 40),
+    ],
+)
+def test_a_range_is_slow_only_if_it_stays_slow(in_range, pinned, slow, reads):
+    read_range, range_calls = readings(*in_range)
+    read_pinned, pinned_calls = readings(*pinned)
+    speeds = best_speeds(read_range, read_pinned)
+    assert speeds.range_is_slow == slow
+    assert len(range_calls) == len(pinned_calls) == reads
+    assert speeds.in_range == max(range_calls) and speeds.pinned == max(pinned_calls)
+
+
+def test_memory_that_is_missing_is_not_read():
+    read, calls = readings(51)
+    assert best_speeds(read, None) == ColdSpeeds(in_range=51e9)
+    assert best_speeds(None, read) == ColdSpeeds(pinned=51e9)
+    assert best_speeds(None, None) == ColdSpeeds()
+    assert len(calls) == 6

@@ -3,8 +3,8 @@
 """Ranges for CUDA: hot pages in HBM, cold pages in host memory the GPU reads."""
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -35,8 +35,8 @@ logger = init_logger(__name__)
 # What CUDA offers everywhere; the driver's own answer is checked against it.
 _PAGE_BYTES = 2 << 20
 _PROBE_BYTES = 256 << 20
-# Reads of each kind, and how many more if a range seems to be slow.
-_PROBE_REPEATS = (3, 20)
+# Reads of each kind, and how many while a range seems to be slow.
+_PROBE_READS = (3, 40)
 # Below this fraction of the bandwidth of ordinary pinned memory, two tensors per
 # expert tensor would serve better than one range.
 _RANGE_WORTH = 0.9
@@ -63,6 +63,31 @@ class ColdSpeeds:
         if self.in_range is None or self.pinned is None:
             return False
         return self.in_range < _RANGE_WORTH * self.pinned
+
+
+def best_speeds(
+    in_range: Callable[[], float] | None, pinned: Callable[[], float] | None
+) -> ColdSpeeds:
+    """Read each kind of memory in turn and keep the best of each.
+
+    Another user of the link, or of the GPU, slows some reads of either kind down; the
+    longer a range seems to be slow, the more pairs are read before it is believed.
+
+    Args:
+        in_range: Reads a range and tells its bytes per second; None if there is none.
+        pinned: The same of ordinary pinned memory.
+
+    """
+    best = ColdSpeeds()
+    enough, most = _PROBE_READS
+    for number in range(1, most + 1):
+        if in_range is not None:
+            best = replace(best, in_range=max(best.in_range or 0, in_range()))
+        if pinned is not None:
+            best = replace(best, pinned=max(best.pinned or 0, pinned()))
+        if number >= enough and not best.range_is_slow:
+            break
+    return best
 
 
 class DeviceBacking(RangeBacking):
@@ -217,15 +242,12 @@ class DeviceBacking(RangeBacking):
                 "the driver offers no virtual memory management here (WSL, vGPU and "
                 "some containers lack it)"
             )
-        # Another user of the link may slow one of them down for a moment.
-        for repeats in _PROBE_REPEATS:
-            speeds = ColdSpeeds(
-                in_range=_read_bytes_per_s(pages, repeats),
-                pinned=_read_bytes_per_s(pinned, repeats),
-                why_not_range=why_not,
-            )
-            if not speeds.range_is_slow:
-                break
+        sink = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device="cuda")
+        readers = [
+            None if source is None else partial(_read_bytes_per_s, source, sink)
+            for source in (pages, pinned)
+        ]
+        speeds = replace(best_speeds(*readers), why_not_range=why_not)
         if speeds.in_range is not None:
             logger.info_once(
                 "GPU %d reads %s in a range at %.1f GB/s",
@@ -305,21 +327,15 @@ class DeviceBacking(RangeBacking):
             return vmm.DeviceRange(self.device, pieces, self.page_bytes)
 
 
-def _read_bytes_per_s(source: torch.Tensor | None, repeats: int) -> float | None:
-    """How fast a kernel reads a tensor at best, bytes per second; None without one."""
-    if source is None:
-        return None
-    sink = torch.empty(source.shape, dtype=source.dtype, device="cuda")
-    seconds = []
-    for _ in range(repeats):
-        begin = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        begin.record()
-        torch.bitwise_not(source, out=sink)
-        end.record()
-        end.synchronize()
-        seconds.append(begin.elapsed_time(end) / 1e3)
-    return source.numel() * source.element_size() / min(seconds)
+def _read_bytes_per_s(source: torch.Tensor, sink: torch.Tensor) -> float:
+    """How fast a kernel reads a tensor once, bytes per second."""
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    begin.record()
+    torch.bitwise_not(source, out=sink)
+    end.record()
+    end.synchronize()
+    return source.numel() * source.element_size() / (begin.elapsed_time(end) / 1e3)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The README's and docs/kernels.md's tables, generated from ``recipe/receipts``."""
+"""Tables of measurements in README.md and docs, generated from ``recipe/receipts``."""
 
 import argparse
 import json
@@ -15,9 +15,19 @@ from recipe.wheel import WheelFiles, fetch_wheel
 
 RECEIPTS = ROOT / "recipe" / "receipts"
 README = ROOT / "README.md"
+MEASUREMENTS = ROOT / "docs" / "measurements.md"
 RATIO = re.compile(r"(\w+?_over_\w+?|\w+?_of_bound|\w+?_tax)(?:_c(\d+))?")
 CASE_FIELDS = ("mode", "runner")
 REQUIRED = ("date", "commit", "command", "hardware")
+# What the README says of a benchmark, by the ratio that says it: what was served and
+# what it is compared with.
+HEADLINES = {
+    "matched_over_resident": "a map of the same traffic | all experts in HBM",
+    "split_over_resident": "… in layout `split` | all experts in HBM",
+    "peer_over_resident": "… cold rows in a second GPU's memory | all experts in HBM",
+    "matched_over_positional": "a map of the same traffic | offloading by position",
+    "foreign_over_positional": "a map of other traffic | offloading by position",
+}
 
 
 def load_receipts(folder: Path = RECEIPTS) -> dict[str, dict[str, Any]]:
@@ -47,21 +57,29 @@ def load_receipts(folder: Path = RECEIPTS) -> dict[str, dict[str, Any]]:
     return found
 
 
+def _shape(receipt: dict[str, Any]) -> str:
+    experts = receipt["config"]["num_experts"]
+    quantization = receipt["engine"]["quantization"] or "bfloat16"
+    return f"{receipt['layers']} layers of {experts} experts, {quantization}"
+
+
 def _title(name: str, receipt: dict[str, Any]) -> str:
-    title = f"[{name}](recipe/receipts/{name}.json), {receipt['hardware']['name']}"
-    if "shape" in receipt:
-        experts = receipt["config"]["num_experts"]
-        quantization = receipt["engine"]["quantization"] or "bfloat16"
-        title += f", {receipt['layers']} layers of {experts} experts, {quantization}"
-    return title
+    title = f"[{name}](../recipe/receipts/{name}.json), {receipt['hardware']['name']}"
+    return f"{title}, {_shape(receipt)}" if "shape" in receipt else title
 
 
-def _ratio_table(ratios: dict[str, float]) -> list[str]:
-    """One row for what is compared, one column for each number of streams."""
+def _by_streams(ratios: dict[str, float]) -> dict[str, dict[int, float]]:
+    """Ratios by what is compared and the number of streams, 0 without one."""
     cells: dict[str, dict[int, float]] = {}
     for name, value in ratios.items():
         what, streams = RATIO.fullmatch(name).groups()  # type: ignore[union-attr]
         cells.setdefault(what, {})[int(streams or 0)] = value
+    return cells
+
+
+def _ratio_table(ratios: dict[str, float]) -> list[str]:
+    """One row for what is compared, one column for each number of streams."""
+    cells = _by_streams(ratios)
     columns = sorted({streams for row in cells.values() for streams in row})
     lines = [
         "| ratio | " + " | ".join(f"C{c}" if c else "–" for c in columns) + " |",
@@ -106,13 +124,36 @@ def render(receipts: dict[str, dict[str, Any]]) -> str:
     return "\n\n".join(blocks)
 
 
+def render_speeds(receipts: dict[str, dict[str, Any]]) -> str:
+    """Render the ratios of all benchmarks that `HEADLINES` has words for."""
+    lines = []
+    for name, receipt in receipts.items():
+        if "shape" not in receipt:
+            continue
+        found = _by_streams(receipt["ratios"])
+        rows = {what: found[what] for what in HEADLINES if what in found}
+        columns = sorted({streams for row in rows.values() for streams in row})
+        link = f"[{_shape(receipt)}](recipe/receipts/{name}.json)"
+        streams = " | ".join(f"C{c}" for c in columns)
+        lines += [
+            f"| {receipt['hardware']['name']}, {link} | against | {streams} |",
+            "|---" * (len(columns) + 2) + "|",
+        ]
+        for what, row in rows.items():
+            values = (f"{row[c]:.2f}" if c in row else "–" for c in columns)
+            lines.append(f"| {HEADLINES[what]} | " + " | ".join(values) + " |")
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
 def pages() -> dict[Path, str]:
     """The pages with generated parts, as they should be."""
     receipts = load_receipts()
     wheel = WheelFiles(fetch_wheel(load_pin().flavor("cpu")))
     table = kernels.generate(receipts, wheel)
     return {
-        README: replace_part(README, "receipts", render(receipts)),
+        README: replace_part(README, "speeds", render_speeds(receipts)),
+        MEASUREMENTS: replace_part(MEASUREMENTS, "receipts", render(receipts)),
         kernels.PAGE: replace_part(kernels.PAGE, "kernels", table),
     }
 
@@ -132,6 +173,6 @@ def add_parser(
     subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
 ) -> None:
     """Add the verb ``receipts``."""
-    parser = subparsers.add_parser("receipts", help="write the README's measurements")
+    parser = subparsers.add_parser("receipts", help="write the tables of measurements")
     parser.add_argument("--check", action="store_true", help="only compare")
     parser.set_defaults(run=_run)

@@ -1,4 +1,4 @@
-"""Receipts are complete, and the README shows what they say."""
+"""Receipts are complete, and the pages show what they say."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from recipe.errors import RecipeError
 from recipe.generated import replace_part
-from recipe.receipts import load_receipts, pages, render
+from recipe.receipts import HEADLINES, load_receipts, pages, render, render_speeds
 
 GOOD = {
     "date": "2026-01-01",
@@ -59,6 +59,31 @@ def test_tables(tmp_path: Path) -> None:
     assert "| K | equal |" in table and "| L, V1 | not shown |" in table
     assert "| M | equal |" in table
     assert "| N | 0.012% of the selections differ |" in table
+
+
+def test_speeds_are_those_of_benchmarks(tmp_path: Path) -> None:
+    shape = {
+        "shape": "s",
+        "layers": 3,
+        "config": {"num_experts": 7},
+        "engine": {"quantization": None},
+    }
+    ratios = {
+        "matched_over_resident_c8": 0.777,
+        "matched_over_resident_c1": 0.9,
+        "foreign_over_positional_c8": 1.5,
+        "matched_over_resident_prefill_512": 0.3,
+        "resident_last_over_first_c8": 1.0,
+    }
+    write(tmp_path, **shape, ratios=ratios)
+    (tmp_path / "two.json").write_text(json.dumps(GOOD | {"ratios": {"a_over_b": 2}}))
+    link = "[3 layers of 7 experts, bfloat16](recipe/receipts/one.json)"
+    assert render_speeds(load_receipts(tmp_path)).splitlines() == [
+        f"| G, {link} | against | C1 | C8 |",
+        "|---|---|---|---|",
+        f"| {HEADLINES['matched_over_resident']} | 0.90 | 0.78 |",
+        f"| {HEADLINES['foreign_over_positional']} | – | 1.50 |",
+    ]
 
 
 def test_markers_must_be_there(tmp_path: Path) -> None:

@@ -77,19 +77,25 @@ def _by_streams(ratios: dict[str, float]) -> dict[str, dict[int, float]]:
     return cells
 
 
-def _ratio_table(ratios: dict[str, float]) -> list[str]:
-    """One row for what is compared, one column for each number of streams."""
-    cells = _by_streams(ratios)
-    columns = sorted({streams for row in cells.values() for streams in row})
-    lines = [
-        "| ratio | " + " | ".join(f"C{c}" if c else "–" for c in columns) + " |",
-        "|---" * (len(columns) + 1) + "|",
-    ]
-    for what, row in cells.items():
+def _ratio_table(
+    titles: list[str], labels: dict[str, str], cells: dict[str, dict[int, float]]
+) -> list[str]:
+    """One row for what is compared, one column for each number of streams.
+
+    Args:
+        titles: Heads of the columns that the labels fill.
+        labels: First cells of the rows, by what is compared.
+        cells: What `_by_streams` gives.
+    """
+    rows = {what: cells[what] for what in labels if what in cells}
+    columns = sorted({streams for row in rows.values() for streams in row})
+    heads = [*titles, *(f"C{c}" if c else "–" for c in columns)]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for what, row in rows.items():
         # A tax is a small share of a step.
         form = "{:+.1%}" if what.endswith("_tax") else "{:.2f}"
         values = (form.format(row[c]) if c in row else "–" for c in columns)
-        lines.append(f"| `{what}` | " + " | ".join(values) + " |")
+        lines.append(f"| {labels[what]} | " + " | ".join(values) + " |")
     return lines
 
 
@@ -117,7 +123,8 @@ def render(receipts: dict[str, dict[str, Any]]) -> str:
         if "note" in receipt:
             lines += [receipt["note"], ""]
         if receipt.get("ratios"):
-            lines += _ratio_table(receipt["ratios"])
+            cells = _by_streams(receipt["ratios"])
+            lines += _ratio_table(["ratio"], {x: f"`{x}`" for x in cells}, cells)
         if cases := [x for x in receipt.get("parity", ()) if "method" not in x]:
             lines += _parity_table(cases)
         blocks.append("\n".join(lines).rstrip())
@@ -126,24 +133,15 @@ def render(receipts: dict[str, dict[str, Any]]) -> str:
 
 def render_speeds(receipts: dict[str, dict[str, Any]]) -> str:
     """Render the ratios of all benchmarks that `HEADLINES` has words for."""
-    lines = []
+    blocks = []
     for name, receipt in receipts.items():
         if "shape" not in receipt:
             continue
-        found = _by_streams(receipt["ratios"])
-        rows = {what: found[what] for what in HEADLINES if what in found}
-        columns = sorted({streams for row in rows.values() for streams in row})
         link = f"[{_shape(receipt)}](recipe/receipts/{name}.json)"
-        streams = " | ".join(f"C{c}" for c in columns)
-        lines += [
-            f"| {receipt['hardware']['name']}, {link} | against | {streams} |",
-            "|---" * (len(columns) + 2) + "|",
-        ]
-        for what, row in rows.items():
-            values = (f"{row[c]:.2f}" if c in row else "–" for c in columns)
-            lines.append(f"| {HEADLINES[what]} | " + " | ".join(values) + " |")
-        lines.append("")
-    return "\n".join(lines).rstrip()
+        titles = [f"{receipt['hardware']['name']}, {link}", "against"]
+        lines = _ratio_table(titles, HEADLINES, _by_streams(receipt["ratios"]))
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
 
 
 def pages() -> dict[Path, str]:

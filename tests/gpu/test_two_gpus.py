@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from .conftest import GENERATE, Script, at_once
-from .test_engine import HOT_PAGES, PAGE_BYTES, RUNNERS, job, pinned
+from .test_engine import (
+    HOT_PAGES,
+    PAGE_BYTES,
+    RUNNERS,
+    equal_to_stock,
+    job,
+    pinned,
+)
 from .test_profile import DIFFERING_ROUTES, exact
 from .test_profile import job as recorded
 
@@ -34,28 +41,19 @@ def two_gpus() -> None:
         pytest.skip("needs two GPUs")
 
 
-def equal_to_stock(
+def both(
     script: Script, folder: Path, case: tuple[str, str], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Run stock and pinned_hot, compare their tokens, and return the latter's run."""
+    """Compare stock and pinned_hot with the same ranks; return the latter's run."""
     mode, runner = case
-    env = {"VLLM_USE_V2_MODEL_RUNNER": RUNNERS[runner]}
     ranks = {name: value for name, value in options.items() if "expert" not in name}
-    runs = [(job(mode, pinned(folder) | options, ["places", *STEPS]), "cache")]
-    for number in range(2 if mode.startswith("compiled") else 1):
-        runs.append((job(mode, ranks, STEPS), f"cache{number}"))
-    ours, *stock = at_once(
+    return equal_to_stock(
         script,
-        [
-            (GENERATE, asked, env | {"VLLM_CACHE_ROOT": str(folder / cache)})
-            for asked, cache in runs
-        ],
+        folder,
+        job(mode, ranks, STEPS),
+        job(mode, pinned(folder) | options, ["places", *STEPS]),
+        {"VLLM_USE_V2_MODEL_RUNNER": RUNNERS[runner]},
     )
-    for result in (ours, *stock):
-        assert result["status"] == 0, result["log"][-6000:]
-        assert len({tuple(tokens) for tokens in result["tokens"][0]}) > 10
-    assert ours["tokens"] in [result["tokens"] for result in stock]
-    return ours
 
 
 @pytest.mark.parametrize("case", CASES[:3], ids="-".join)
@@ -67,9 +65,7 @@ def test_cold_rows_in_the_memory_of_a_peer(
 
     if not torch.cuda.can_device_access_peer(0, 1):
         pytest.skip("GPU 0 cannot read the memory of GPU 1")
-    ours = equal_to_stock(
-        script, tmp_path, case, BATCH | {"expert_cold_tier": "peer:1"}
-    )
+    ours = both(script, tmp_path, case, BATCH | {"expert_cold_tier": "peer:1"})
     [rank] = ours["places"]
     assert rank["bytes"].keys() == {"GPU 0", "GPU 1"}
     assert rank["bytes"]["GPU 0"] == HOT_PAGES * PAGE_BYTES
@@ -83,7 +79,7 @@ def test_two_ranks_equal_stock(
     case: tuple[str, str], script: Script, tmp_path: Path
 ) -> None:
     """Tokens equal those of stock's two ranks; each rank's hot rows are on its GPU."""
-    ours = equal_to_stock(script, tmp_path, case, TWO_RANKS)
+    ours = both(script, tmp_path, case, TWO_RANKS)
     assert [rank["device"] for rank in ours["places"]] == [0, 1]
     for rank in ours["places"]:
         gpu = f"GPU {rank['device']}"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Expert maps of the tiny model, and a look at the kernel's page tables."""
+"""Expert maps of the tiny model, and what the kernel and the driver say of memory."""
 
 import ctypes
 import mmap
@@ -79,3 +79,10 @@ def pages_in_memory(tensor: torch.Tensor) -> list[bool]:
     status = libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(end - start), vector)
     assert status == 0, ctypes.get_errno()
     return [bool(byte & 1) for byte in vector]
+
+
+def free_device_bytes(device: int | None = None) -> int:
+    """Ask the driver for a GPU's free memory, with what torch kept given back."""
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_cache()
+    return torch.accelerator.get_memory_info(device)[0]

@@ -28,6 +28,7 @@ from tests.kernels.moe.pinned_hot_kinds import (
     outputs,
     stable_alignment,
 )
+from tests.kernels.moe.pinned_hot_utils import free_device_bytes
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.experts import marlin_moe
 from vllm.model_executor.layers.fused_moe.pinned_hot import provider as provider_module
@@ -174,26 +175,20 @@ def test_range_is_an_ordinary_tensor(backing, pattern):
     assert torch.equal(home[3], source[3])
 
 
-def device_bytes(device=None):
-    torch.accelerator.synchronize()
-    torch.accelerator.empty_cache()
-    return torch.accelerator.get_memory_info(device)[0]
-
-
 def test_driver_counts_hot_pages_only(backing):
     """From the driver, since every tensor of a range says it is on the GPU."""
     source = torch.zeros(64, PAGE, dtype=torch.uint8, device="cuda")
     hot = np.arange(64) < 20
-    before = device_bytes()
+    before = free_device_bytes()
     home = backing.build(source, hot, "layer.weight")
-    assert before - device_bytes() == 20 * PAGE
+    assert before - free_device_bytes() == 20 * PAGE
     view = home[7]
     del home
-    assert before - device_bytes() == 20 * PAGE  # the view keeps the range
+    assert before - free_device_bytes() == 20 * PAGE  # the view keeps the range
     assert torch.equal(view, source[7])
     del view
     gc.collect()
-    assert device_bytes() == before
+    assert free_device_bytes() == before
 
 
 def host_bytes():
@@ -230,24 +225,24 @@ def test_peer_holds_the_cold_pages():
 
     source = torch.arange(64 * PAGE, device="cuda:0", dtype=torch.uint8)
     hot = np.arange(64) % 3 == 0
-    before = [device_bytes(device) for device in (0, 1)]
+    before = [free_device_bytes(device) for device in (0, 1)]
     home = DeviceBacking(0, peer=1).build(source, hot, "layer.weight")
-    taken = [free - device_bytes(device) for device, free in enumerate(before)]
+    taken = [free - free_device_bytes(device) for device, free in enumerate(before)]
     assert taken == [hot.sum() * PAGE, (~hot).sum() * PAGE]
     assert torch.equal(home, source) and home.device == source.device
     del home
     gc.collect()
-    assert [device_bytes(device) for device in (0, 1)] == before
+    assert [free_device_bytes(device) for device in (0, 1)] == before
 
 
 def test_many_lives(backing):
     source = torch.arange(8 * PAGE, device="cuda", dtype=torch.uint8)
     hot = np.arange(8) % 2 == 0
-    before = device_bytes()
+    before = free_device_bytes()
     for _ in range(50):
         assert torch.equal(backing.build(source, hot, "x"), source)
     gc.collect()
-    assert device_bytes() == before
+    assert free_device_bytes() == before
 
 
 def test_out_of_memory_names_tensor_and_numbers(backing):
@@ -259,4 +254,4 @@ def test_out_of_memory_names_tensor_and_numbers(backing):
     ) as error:
         backing.build(huge, np.ones(pages, dtype=bool), "model.layers.3.w2")
     assert "CUDA_ERROR_OUT_OF_MEMORY" in str(error.value) and "GiB" in str(error.value)
-    assert abs(device_bytes() - free) < 64 << 20
+    assert abs(free_device_bytes() - free) < 64 << 20

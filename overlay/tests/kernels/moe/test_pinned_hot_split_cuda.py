@@ -26,6 +26,7 @@ from tests.kernels.moe.pinned_hot_kinds import (
     outputs,
     stable_alignment,
 )
+from tests.kernels.moe.pinned_hot_utils import free_device_bytes
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.experts import marlin_moe
 from vllm.model_executor.layers.fused_moe.pinned_hot import provider as provider_module
@@ -111,11 +112,9 @@ CASES = [("bf16", "two_calls"), ("bf16", "staged"), ("mxfp4_checkpoint", "staged
 def used_bytes():
     """Device memory that the driver gave away, less what torch holds for no tensor."""
     gc.collect()
-    torch.accelerator.synchronize()
-    torch.accelerator.empty_cache()
-    free, total = torch.accelerator.get_memory_info()
+    free = free_device_bytes()
     held = torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()
-    return total - free - held
+    return torch.accelerator.get_memory_info()[1] - free - held
 
 
 def load_measured(config, kind):

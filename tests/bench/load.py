@@ -85,7 +85,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], device: str) -> int:
 
 
 def load(folder: Path, engine: dict[str, Any], limit_s: float) -> dict[str, Any]:
-    """Load and serve once; what capped.py measures."""
+    """Load and serve once; what capped.py measures where it takes no memory."""
     result = folder / "result.json"
     job = {
         "model": str(folder),

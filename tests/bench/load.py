@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,8 +123,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="loads of each arm")
     parser.add_argument("--commit", default="", help="commit of the series")
     parser.add_argument("--limit-s", type=float, default=120, help="for one load")
+    parser.add_argument(
+        "--last-start-s",
+        type=float,
+        default=float("inf"),
+        help="start no repeat later than this, but the first",
+    )
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    begin = time.monotonic()
     config = model_config(SHAPE, args.layers)
     experts = SHAPE["num_experts"]
     with tempfile.TemporaryDirectory(prefix="load-") as name:
@@ -138,8 +146,11 @@ def main() -> None:
         # machine, has the host give it the memory that it pins; it is not counted.
         for engine in engines.values():
             load(folder, engine, args.limit_s)
-        arms = {arm: [] for arm in engines}
-        for _ in range(args.repeats):
+        arms: dict[str, list[dict[str, Any]]] = {arm: [] for arm in engines}
+        for number in range(args.repeats):
+            if number and time.monotonic() - begin > args.last_start_s:
+                print(f"{number} of {args.repeats} repeats: it is too late for more")
+                break
             for arm, engine in engines.items():
                 arms[arm].append(load(folder, engine, args.limit_s))
     tokens = [run.pop("tokens") for runs in arms.values() for run in runs]

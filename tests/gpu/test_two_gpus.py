@@ -41,19 +41,20 @@ def two_gpus() -> None:
         pytest.skip("needs two GPUs")
 
 
-def both(
+def ranks_equal_stock(
     script: Script, folder: Path, case: tuple[str, str], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Compare stock and pinned_hot with the same ranks; return the latter's run."""
+    """Compare pinned_hot with stock on as many ranks, and return the former's run."""
     mode, runner = case
     ranks = {name: value for name, value in options.items() if "expert" not in name}
-    return equal_to_stock(
+    [ours] = equal_to_stock(
         script,
         folder,
+        {"VLLM_USE_V2_MODEL_RUNNER": RUNNERS[runner]},
         job(mode, ranks, STEPS),
         job(mode, pinned(folder) | options, ["places", *STEPS]),
-        {"VLLM_USE_V2_MODEL_RUNNER": RUNNERS[runner]},
     )
+    return ours
 
 
 @pytest.mark.parametrize("case", CASES[:3], ids="-".join)
@@ -65,7 +66,8 @@ def test_cold_rows_in_the_memory_of_a_peer(
 
     if not torch.cuda.can_device_access_peer(0, 1):
         pytest.skip("GPU 0 cannot read the memory of GPU 1")
-    ours = both(script, tmp_path, case, BATCH | {"expert_cold_tier": "peer:1"})
+    peer = BATCH | {"expert_cold_tier": "peer:1"}
+    ours = ranks_equal_stock(script, tmp_path, case, peer)
     [rank] = ours["places"]
     assert rank["bytes"].keys() == {"GPU 0", "GPU 1"}
     assert rank["bytes"]["GPU 0"] == HOT_PAGES * PAGE_BYTES
@@ -79,7 +81,7 @@ def test_two_ranks_equal_stock(
     case: tuple[str, str], script: Script, tmp_path: Path
 ) -> None:
     """Tokens equal those of stock's two ranks; each rank's hot rows are on its GPU."""
-    ours = both(script, tmp_path, case, TWO_RANKS)
+    ours = ranks_equal_stock(script, tmp_path, case, TWO_RANKS)
     assert [rank["device"] for rank in ours["places"]] == [0, 1]
     for rank in ours["places"]:
         gpu = f"GPU {rank['device']}"
